@@ -179,7 +179,7 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import of a room makes it an attribute of the package; `compare` and `search` stay the functions.
+        # Importing a submodule sets it as an attribute of the package; `compare` and `search` must remain functions.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

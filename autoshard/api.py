@@ -76,7 +76,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> ShardingPlan | PipelinePlan:
-    """Decide how `module` should lie on `mesh`, and change nothing.
+    """Plan how to shard `module` over `mesh`, without changing anything.
 
     Needs neither a process group nor the devices: the module may be on the meta device, the examples meta tensors.
 
@@ -88,19 +88,20 @@ def plan(
         **keywords: the fields of `autoshard.Options`.
 
     Returns:
-        The plan: a `PipelinePlan` where the mesh has a pipeline axis. Type checkers, which do not see the names of
-        axes, take it for one where the call names the axis: `pipeline=autoshard.Pipeline(axis="pp")`.
+        The plan: a `PipelinePlan` if the mesh has a pipeline axis. Type checkers, which do not see the names of axes,
+        assume one if the call names the axis: `pipeline=autoshard.Pipeline(axis="pp")`.
 
     Raises:
         CaptureError: the module cannot be captured as one graph.
         HintError: a hint does not fit the module or the mesh.
-        InputError: `dynamic` names no input, no dim, or sizes that the example cannot stand for.
+        InputError: `dynamic` names no input, no dim, or sizes that the example cannot represent.
         BudgetError: no plan fits `memory_limit`.
         PlanError: an option is not valid; the message names it.
         TypeError: there is no option of that name; the message names the close ones.
         MeshError: the mesh is not valid, or has no axis of the name `pipeline.axis`.
-        PipelineError: no schedule is of that name, or for such sizes.
-        KeyboardInterrupt: Ctrl-C before there was any plan; later, the best one until then is returned, with a warning.
+        PipelineError: no schedule has that name, or fits such sizes.
+        KeyboardInterrupt: Ctrl-C before the first plan was found; later, the best known plan is returned, with a
+            warning.
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
@@ -132,13 +133,13 @@ def frontier(
 ) -> Frontier:
     """Find every plan of `module` on `mesh` that is worth its memory, from the smallest peak to the shortest step.
 
-    Among them is the plan that `autoshard.plan` makes without a memory limit, or a better one, and one of the smallest
-    peak that is found. All are predicted by the account that `autoshard.plan` uses; nothing is changed. The search
-    solves some tens of problems, each of which takes about as long as a plan does.
+    They include the plan that `autoshard.plan` makes without a memory limit, or a better one, and one with the smallest
+    known peak. Predictions are made as in `autoshard.plan`; nothing is changed. The search solves some tens of
+    problems; each takes about as long as one plan.
 
     Args:
         module, mesh, example_args, example_kwargs: as for `autoshard.plan`.
-        gaps: how many of the widest gaps between plans are searched for plans that lie in them; 0 for a quick look.
+        gaps: how many of the widest gaps between plans are searched for more plans; 0 for a quick look.
         **keywords: the fields of `autoshard.Options`, without `memory_limit`, `shares`, `compile` and
             `pipeline`.
 
@@ -158,7 +159,7 @@ def frontier(
     call = global_example(BoundCall.of(module, args, kwargs, torch.is_grad_enabled()), target, shape)
     module_planner = ModulePlanner(module, shape, target)
     captured = module_planner.capture(call, logits_room=module_planner.logits_room, by_layers=True)
-    # Where logits may be whole, the fast plans are of whole ones, and the lean plans of losses in pieces.
+    # If logits may be whole, fast plans have whole ones, and lean plans have losses in pieces.
     has_both = captured.capture_other is not None and not captured.is_in_pieces
     found: list[ShardingPlan] = []
     for form in (captured, captured.other_form) if has_both else (captured,):
@@ -227,30 +228,30 @@ def parallelize(
     plan: ShardingPlan | PipelinePlan | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> nn.Module:
-    """Shard `module` over `mesh` in place, so that it trains there with the numbers that one device would give.
+    """Shard `module` over `mesh` in place, so that it trains there with the numbers of one device.
 
-    The module stays the same object of the same class, with the same names; its parameters become `DTensor`s. Make the
-    optimizer afterwards. Without examples the parameters are replicated at once, and planned and re-placed in place at
-    the first call. Every further call signature (batch size, evaluation, keyword set) is captured and planned once,
-    under the placements made.
+    The module is still the same object of the same class, with the same names; its parameters become `DTensor`s. Make
+    the optimizer afterwards. Without examples the parameters are replicated at first; the first call plans them and
+    changes their placements in place. Every further call signature (batch size, evaluation, keyword set) is captured
+    and planned once, with these placements.
 
-    On a mesh with a pipeline axis another module comes back, a `PipelineModule`: it has the parameters and buffers of
-    this rank's stages under their names in `module`, which is left without numbers, and `train_step(...)` in place of
-    calls and `backward()`.
+    On a mesh with a pipeline axis, the result is a new module, a `PipelineModule`. It has the parameters and buffers of
+    this rank's stages under their names in `module`, which loses its numbers. It has `train_step(...)` instead of calls
+    and `backward()`.
 
     Args:
         module: the model; parameters may be on the meta device (see `materialize`).
-        mesh: a `DeviceMesh` whose process group is initialised; or `"auto"`: all ranks of the job, on the mesh that
-            `autoshard.search` finds the best, with or without a pipeline.
+        mesh: a `DeviceMesh` whose process group is initialised; or `"auto"`: all ranks of the job, on the best mesh
+            that `autoshard.search` finds, with or without a pipeline.
         example_args, example_kwargs: as for `autoshard.plan`.
         plan: apply this plan instead of making one.
         **keywords: the fields of `autoshard.Options`.
 
     Returns:
-        The module, or the `PipelineModule`. `sharding_plan` of it is its plan (`plan_of`, to type checkers).
+        The module, or the `PipelineModule`. Its plan is `sharding_plan` (for type checkers, `plan_of`).
 
     Raises:
-        PlanError: the module is parallelised already, or `plan` is of another model or mesh.
+        PlanError: the module is parallelised already, or `plan` is for another model or mesh.
         MeshError: `mesh` is no `DeviceMesh`, or larger than the world, or has no backend for its devices.
         InputError: the module has float64 numbers, and the devices have none.
         CaptureError, HintError, BudgetError, PipelineError, TypeError: as for `autoshard.plan`. Nothing was changed
@@ -296,7 +297,7 @@ def plan_of(model: PipelineModule) -> PipelinePlan: ...  # type: ignore[overload
 @overload
 def plan_of(model: nn.Module) -> ShardingPlan: ...
 def plan_of(model: nn.Module) -> ShardingPlan | PipelinePlan:
-    """Return the plan of a parallelised module: its attribute `sharding_plan`, in a form that type checkers know.
+    """Return the plan of a parallelised module: its attribute `sharding_plan`, with a type for type checkers.
 
     Args:
         model: the result of `parallelize`.
@@ -314,14 +315,14 @@ def plan_of(model: nn.Module) -> ShardingPlan | PipelinePlan:
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:
-    """Run a method of a parallelised module, or of a submodule, as a call of its own.
+    """Run a method of a parallelised module, or of a submodule, as a separate call.
 
     Afterwards `model.encode(x)` gives the numbers of one device, with gradients. Every kind of call is captured and
-    planned once, under the placements that parameters have, with the options of `parallelize`: `dynamic` holds for
-    arguments that have the names of arguments of `forward`, as do the placements of local inputs; of the others, those
-    with the batch's size are rows. Outputs are whole unless `output_placements="planned"` or `outputs="local"`. Inside
-    of other calls, the method is part of their programs. All ranks call this function, and then the method, alike;
-    twice does what once does.
+    planned once, with the placements of the parameters and the options of `parallelize`. `dynamic` and the placements
+    of local inputs apply to arguments with the names of arguments of `forward`; other arguments with the size of the
+    batch are rows. Outputs are whole unless `output_placements="planned"` or `outputs="local"`. Inside other calls, the
+    method is part of their programs. All ranks must call this function, and then the method. A repeated call of this
+    function changes nothing.
 
     Args:
         module: the result of `parallelize`; not a `PipelineModule`.
@@ -330,20 +331,20 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
     Raises:
         InputError: the module is not parallelised, or is a pipeline, or there is no such method. Later, a call raises
-            it if no call of the module came before, which places the parameters, and `parallelize` had no example.
+            it if `parallelize` had no example and no call of the module placed the parameters before.
     """
     check_module(module)
     register_method(module, method, ModulePlanner)
 
 
 def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLoader:
-    """Return a loader that yields, on every rank, what a parallelised module takes of the batches of a loader.
+    """Return a loader that yields each rank's part of the batches of a loader, as a parallelised module takes it.
 
-    The loader is the one of a program for one device: its batches are those of all ranks together. With
-    `inputs="local"`, each rank gets its rows along the data axes, of a smaller last batch as `Shard` cuts it (some may
-    be empty); of a data set with `__getitem__`, a rank reads its own rows alone. With `inputs="global"`, and for a
-    pipeline, all ranks get whole batches. Ranks draw shuffled orders alike, with any random state of torch. The result
-    has `set_epoch`, `state_dict` and `load_state_dict`. All ranks call this function, and iterate, together.
+    The loader is as for one device: its batches are global. With `inputs="local"`, each rank gets its rows along the
+    data axes; a smaller last batch is split like `Shard`, so some ranks may get no rows. From a data set with
+    `__getitem__`, a rank reads only its own rows. With `inputs="global"`, and for a pipeline, all ranks get whole
+    batches. All ranks draw the same shuffled order, whatever their random state. The result has `set_epoch`,
+    `state_dict` and `load_state_dict`. All ranks call this function, and iterate, together.
 
     Args:
         loader: a `DataLoader`, shuffled or not, of a data set with `__getitem__` or an `IterableDataset` that yields
@@ -352,7 +353,7 @@ def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLo
 
     Raises:
         InputError: the module is not parallelised, or the loader makes no batches. While iterating, on every rank: the
-            ranks draw other batches, such as by a `DistributedSampler`.
+            ranks draw different batches, as with a `DistributedSampler`.
     """
     check_module(model)
     device_mesh, axes = _data_axes_of(model)
@@ -363,14 +364,14 @@ def shard_dataloader(loader: DataLoader[Any], model: nn.Module) -> ShardedDataLo
 def sampler_arguments(model: nn.Module) -> dict[str, int]:
     """Return the arguments of a `DistributedSampler` for a module: the number of parts, and the part of this rank.
 
-    `DistributedSampler(data, **autoshard.sampler_arguments(model))` has a loader read this rank's rows. The loader's
-    `batch_size` is that of one rank then, and the sampler repeats rows where the parts do not divide the data.
+    With `DistributedSampler(data, **autoshard.sampler_arguments(model))`, a loader reads this rank's rows. Its
+    `batch_size` is then that of one rank, and the sampler repeats rows if the parts do not divide the data.
 
     Args:
         model: the result of `parallelize`.
 
     Returns:
-        `num_replicas` and `rank`; 1 and 0 where every rank passes whole batches.
+        `num_replicas` and `rank`; 1 and 0 if every rank passes whole batches.
 
     Raises:
         InputError: the module is not parallelised.
@@ -381,7 +382,7 @@ def sampler_arguments(model: nn.Module) -> dict[str, int]:
 
 
 def _data_axes_of(model: nn.Module) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """Return the mesh of a parallelised module, and the axes along which its calls are given rows of their own."""
+    """Return the mesh of a parallelised module, and the axes along which its ranks pass different rows."""
     if isinstance(model, PipelineModule):
         return model.device_mesh, ()
     runtime = model.__dict__.get(RUNTIME)
@@ -402,18 +403,17 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         model(microbatches[-1]).backward()
         optimizer.step()
 
-    The numbers are those of `backward` without it. The forward runs in the context, too; one that ran before it reduces
-    gradients as always. Until they are reduced, sums are not in `.grad`, which one small parameter alone has, as zeros;
-    `zero_grad()`, which sets it to None, drops them. Gradients that `torch.autograd.grad` asks for need the last
-    backward.
+    The gradients are the same as without the context. The forward must run in it too: a forward before it reduces
+    gradients as usual. Until they are reduced, sums are not in `.grad`: only one small parameter has one, of zeros.
+    `zero_grad()`, which sets it to None, drops the sums. Gradients from `torch.autograd.grad` need the last backward.
 
-    A sum has the size of the gradient before its reduction: where a parameter is sharded over the axis that splits the
-    batch, that of the whole parameter on this axis. A plan counts it with the option `accumulate`. Where the
+    A sum has the size of the gradient before its reduction: for a parameter that is sharded over the axis that splits
+    the batch, the size of the whole parameter on this axis. A plan counts it with the option `accumulate`. If the
     dtypes of reduction (`mp_policy`) and parameter differ, a sum has the wider one.
 
     Args:
-        module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` adds up its microbatches. All
-            ranks enter and leave together.
+        module: the result of `parallelize`; not a `PipelineModule`, whose `train_step` sums its microbatches. All ranks
+            enter and exit together.
 
     Raises:
         InputError: the module is not parallelised, or is a pipeline. Later, `optimizer.step()` raises it if gradients
@@ -427,15 +427,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def materialize(model: Model, device: torch.device | str | None = None, init: Initializer | None = None) -> Model:
     """Allocate and initialise the meta tensors of a parallelised module in place.
 
-    Parameters stay the same objects. They are initialised by `init`, called for every submodule of the model, children
-    first; else by the model's own `init_weights()` (Hugging Face, torchtitan); else by `reset_parameters()` of every
-    submodule that has it and holds a meta tensor. The values are those that one device draws, from the random state of
+    Parameters are still the same objects. They are initialised by `init`, called for every submodule of the model,
+    children first; else by the model's own `init_weights()` (Hugging Face, torchtitan); else by `reset_parameters()` of
+    every submodule that has it and holds a meta tensor. The values are those of one device with the random state of
     rank 0. All ranks call this together.
 
-    Every rank holds its shards, of a `PipelineModule` those of its stages. Beside these it holds one whole tensor and
-    the part that is cut from it at a time. A parameter that an initialiser draws again later, such as the projections
-    of Hugging Face's GPT-2, is gathered from the ranks that hold it, and is held twice meanwhile; gloo's threads free
-    a tensor a moment after it is sent. A parameter that no stage uses stays whole to the end.
+    Every rank holds its shards, for a `PipelineModule` those of its stages. In addition it holds one whole tensor and
+    its part at a time. A parameter that an initialiser draws again later, such as the projections of Hugging Face's
+    GPT-2, is gathered from the ranks that hold it, and is then held twice; gloo's threads free a tensor a moment after
+    it is sent. A parameter that no stage uses is whole to the end.
 
     Args:
         model: the result of `parallelize`.
@@ -446,8 +446,8 @@ def materialize(model: Model, device: torch.device | str | None = None, init: In
         The model.
 
     Raises:
-        InputError: the model is not parallelised; the device is of another type than the mesh; or a parameter or
-            buffer has not been initialised.
+        InputError: the model is not parallelised; the device has another type than the mesh; or a parameter or buffer
+            has not been initialised.
     """
     if isinstance(model, PipelineModule):
         model.materialize(device, init)
@@ -464,8 +464,8 @@ def load_safetensors(
     communicated. Parameters and buffers on the meta device are allocated.
 
     Args:
-        model: the result of `parallelize`. Tied parameters are filled from any of their names. The files are of the
-            whole model: every rank of a `PipelineModule` reads the tensors of its stages.
+        model: the result of `parallelize`. Tied parameters are filled from any of their names. The files are those of
+            the whole model: every rank of a `PipelineModule` reads the tensors of its stages.
         paths: a file, several, an index (`model.safetensors.index.json`), or a folder with an index or files.
         strict: True if names that only the module or only the files have are an error; so are buffers on the meta
             device that are not persistent, which no file holds.
@@ -488,9 +488,9 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Gather the whole parameters and persistent buffers of a parallelised module to the CPU.
 
-    All ranks call this together. Beside the result, a device holds one whole tensor at a time. The result is that of
-    `state_dict()` on one device, for `save_pretrained(..., state_dict=...)`, `torch.save` or `safetensors`. Tied
-    parameters are one tensor. For checkpoints to go on from, `torch.distributed.checkpoint` gathers nothing.
+    All ranks call this together. In addition to the result, a device holds one whole tensor at a time. The result is
+    that of `state_dict()` on one device, for `save_pretrained(..., state_dict=...)`, `torch.save` or `safetensors`.
+    Tied parameters are one tensor. To resume training, use `torch.distributed.checkpoint`, which gathers nothing.
 
     Args:
         model: the result of `parallelize`; not a `PipelineModule`, whose ranks have different stages.
@@ -498,7 +498,7 @@ def full_state_dict(
         rank0_only: True if only the first rank of the mesh gets the tensors, and the others an empty dict.
 
     Returns:
-        Name -> whole tensor in CPU memory of its own, of the parameter's global shape and dtype.
+        Name -> whole tensor in separate CPU memory, with the parameter's global shape and dtype.
 
     Raises:
         InputError: the model is not parallelised, or is a pipeline, or a tensor is on the meta device.
@@ -516,9 +516,9 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Fill a parallelised module from whole tensors that the first rank of the mesh has, in place.
 
-    All ranks call this together. The first rank sends one whole tensor at a time, of which every rank keeps its part,
-    strided shards included. Parameters and buffers on the meta device are allocated. Where every rank has the state,
-    `model.load_state_dict(state)` sends nothing; files are read by `load_safetensors`.
+    All ranks call this together. The first rank sends one whole tensor at a time, and every rank keeps its part, also
+    of strided shards. Parameters and buffers on the meta device are allocated. If every rank has the state,
+    `model.load_state_dict(state)` sends nothing. To read files, use `load_safetensors`.
 
     Args:
         model: the result of `parallelize`; not a `PipelineModule`.

@@ -1,4 +1,4 @@
-"""The errors that autoshard raises for its users, one hierarchy, each also a `ValueError`; and warnings."""
+"""The errors that autoshard raises for its users, one hierarchy of `ValueError`s; and warnings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BudgetError(AutoshardError, ValueError):
     """No plan fits the memory limit.
 
     Attributes:
-        peak: bytes per device of the smallest peak of a plan; None where there is no plan.
+        peak: the smallest peak of any plan found, in bytes per device; None where there is no plan.
     """
 
     def __init__(self, message: str, peak: int | None = None) -> None:
@@ -60,8 +60,8 @@ class VerifyError(AutoshardError, ValueError):
 def reason_of(error: Exception) -> str:
     """Return the text of an error that autoshard raised on purpose, to quote in an error for users.
 
-    Any other is raised again: what Python says of a missing key or a wrong type tells a user nothing, and hides a fault
-    of autoshard.
+    Other errors are raised again: Python's message about a missing key or a wrong type tells a user nothing, and hides
+    a fault of autoshard.
     """
     if isinstance(error, AutoshardError) or _is_raised_by_us(error):
         return str(error)
@@ -70,7 +70,7 @@ def reason_of(error: Exception) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return the kind and the text of an error, to quote on another rank; the place in place of a text of Python's."""
+    """Return the type and text of an error, to quote on another rank; for Python's own errors, type and place."""
     trace = _innermost(error)
     if trace is None or is_raised(error) or not isinstance(error, PYTHON_ERRORS):
         return f"{type(error).__name__}: {error}"
@@ -82,7 +82,7 @@ PYTHON_ERRORS = (
     *(AttributeError, NameError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError),
     *(StopIteration, ImportError, BufferError, ValueError),
 )
-"""Errors that Python itself raises where code is wrong, with texts that tell its users nothing."""
+"""Errors that Python raises where code is wrong, with texts that tell its users nothing."""
 
 
 def _is_raised_by_us(error: BaseException) -> bool:
@@ -93,9 +93,9 @@ def _is_raised_by_us(error: BaseException) -> bool:
 
 
 def is_raised(error: BaseException) -> bool:
-    """Return True if a `raise` of Python code raised the error, and not an operation that failed."""
+    """Return True if a `raise` statement raised the error, rather than an operation that failed."""
     trace = _innermost(error)
-    # The instruction at the place tells them apart, with or without the source at hand.
+    # The bytecode instruction tells them apart, with or without source code.
     is_raise = trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return is_raise and not isinstance(error, AssertionError)
 
@@ -113,7 +113,7 @@ def file_problem(error: OSError | UnicodeDecodeError) -> str:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Give a warning that points at the line outside of autoshard, and of torch within it, that called the library."""
+    """Warn at the line that called the library, outside of autoshard and of the torch frames around it."""
     # `warnings` counts frames: 1 is this function, 2 its caller.
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame):
@@ -127,11 +127,11 @@ _OWN = "_is_of_autoshard"
 
 
 def is_own_warning(warning: Warning | str) -> bool:
-    """Return True for a warning of `warn_caller`, whose place is a line of the user's."""
+    """Return True for a warning of `warn_caller`, which points at a line of the user's."""
     return _OWN in getattr(warning, "__dict__", {})
 
 
-# Beside this package: what it is called through where an optimizer steps, a module runs, or a context is entered.
+# This package, and what calls it when an optimizer steps, a module runs, or a context is entered.
 _PACKAGES = (__name__.partition(".")[0], "torch", "contextlib", "functools", "threading")
 
 

@@ -1,4 +1,4 @@
-"""JSON of the library's files: numbers are finite, and a schema says what a file may contain."""
+"""JSON of the library's files: numbers are finite, and a schema checks the content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(text: str) -> Any:
     Raises:
         ValueError: the text is not JSON (`json.JSONDecodeError`), or holds a number that is not finite.
     """
-    # Python reads NaN, Infinity and 1e400, none of which can be compared with a limit.
+    # Python reads NaN, Infinity and 1e400, which cannot be compared with a limit.
     try:
         return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_refuse)
     except RecursionError as error:
@@ -29,7 +29,7 @@ def place(error: json.JSONDecodeError) -> str:
 
 
 def violation(data: object, schema: dict[str, Any]) -> str | None:
-    """Return the place where data violates a schema and what is wrong there; None if the data follows the schema."""
+    """Return where and how data violates a schema; None if it follows the schema."""
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(data))
     if error is None:
         return None
@@ -42,7 +42,7 @@ def _finite(text: str) -> float:
 
 
 def _whole(text: str) -> int:
-    # Python refuses to read longer ones, with an error of its own.
+    # Python refuses longer integers with an error of its own.
     return int(text) if len(text) <= sys.int_info.str_digits_check_threshold else _refuse(f"{text[:20]}...")
 
 

@@ -1,4 +1,4 @@
-"""Dotted names of parameters and modules: globs over them, close ones, and layers shown as one."""
+"""Dotted names of parameters and modules: globs, suggestions of close names, and equal layers as one name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def suggestion(name: str, known: Collection[str]) -> str:
     """Return a sentence that offers the known names nearest to `name`."""
     if not known:
         return "There are none to choose from."
-    # The cutoff is a guess that works.
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     if close:
         return f"Close ones are {', '.join(close)}."
@@ -46,14 +45,14 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def index_of(part: str) -> tuple[str, int] | None:
-    """Return the prefix and the index of a part of a name that counts layers (`3`, `encoder_layer_3`); else None."""
+    """Return prefix and index of a name part that numbers a layer (`3`, `encoder_layer_3`); else None."""
     match = _INDEXED.fullmatch(part)
     return None if match is None else (match["prefix"], int(match["index"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[Key]):
-    """Names that differ in indices alone and share a key, with one text for them all (`layers.*.weight`)."""
+    """Names that differ only in indices and share a key, with one text for all of them (`layers.*.weight`)."""
 
     text: str
     names: tuple[str, ...]
@@ -61,10 +60,10 @@ class Group(Generic[Key]):
 
 
 def group_names(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
-    """Group the names that differ in indices alone and have equal keys, in the order of their first names.
+    """Group the names that differ only in indices and have equal keys, in the order of their first names.
 
-    An index is shown as `*` where the group takes all its values, as itself where there is one, and as the set of its
-    values (`layers.{0-3,7}.weight`) where other groups have the others.
+    An index is shown as itself where it has one value in the group, as `*` where the group has all its values, and as
+    the set of its values (`layers.{0-3,7}.weight`) where other groups have the rest.
     """
     members: dict[tuple[str, Key], list[str]] = {}
     patterns: dict[str, list[str]] = {}
@@ -78,7 +77,7 @@ def group_names(items: Mapping[str, Key]) -> tuple[Group[Key], ...]:
 
 
 def _text(pattern: str, names: list[str], family: list[str]) -> str:
-    """Return the pattern with the names' indices in place of its stars; `family` is all names of the pattern."""
+    """Replace the stars of a pattern by the indices of `names`; `family` is all names of the pattern."""
     parts = pattern.split(".")
     for position, part in enumerate(parts):
         if part.endswith("*"):
@@ -93,7 +92,7 @@ def _text(pattern: str, names: list[str], family: list[str]) -> str:
 
 def _runs(values: list[int]) -> Iterator[str]:
     """Yield sorted numbers as texts, consecutive ones as a range."""
-    # Numbers of one run have the same distance from their positions.
+    # In one run, value - position is constant.
     for _, group in itertools.groupby(enumerate(values), key=lambda item: item[1] - item[0]):
         run = [value for _, value in group]
         yield str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"

@@ -1,8 +1,7 @@
-"""Sizes that calls may change: integers at one example, and expressions in the symbols that stand for them.
+"""Dynamic sizes, which calls may change: the integer of an example, and an expression in symbols.
 
-A `DynamicSize` is an `int`, so that code that computes with sizes need not know of it: it computes with the example's
-number, and the expression is computed along. A program holds the expression in place of a number, and evaluates it at
-every call.
+A `DynamicSize` is an `int`, so that code that computes with sizes need not know of it: arithmetic returns the number
+in the example together with the expression. A program holds the expression and evaluates it at every call.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _SymbolicNumber:
     expr: sympy.Expr
     sizes: Sizes
 
-    # Not of the number: caches keep sizes apart that are equal in the example by chance.
+    # By expression, not by number: caches must distinguish sizes that are equal in the example by chance.
     def __hash__(self) -> int:
         return hash(self.expr)
 
@@ -55,8 +54,8 @@ class _SymbolicNumber:
 class DynamicSize(_SymbolicNumber, int):
     """A number of elements, steps or ranks that depends on dynamic sizes; `of` makes it.
 
-    It equals, and compares as, its number in the example. (A float times a size, in this order, is a plain float:
-    Python does not ask the size. Write the size first.)
+    It compares as its number in the example. (A float times a size, in this order, is a plain float: Python does not
+    call the size's method. Write the size first.)
     """
 
     @staticmethod
@@ -66,8 +65,7 @@ class DynamicSize(_SymbolicNumber, int):
         value = int(evaluate(expr, sizes))
         return value if expr.is_Integer else _size(value, expr, sizes)
 
-    # Every operation that shapes are computed with is here: that of `int` would return a plain number, which holds for
-    # the example alone.
+    # Every operation of shape computations is overridden: that of `int` would return the number of the example only.
     def __add__(self, other: int) -> int:
         return _combine(self, other, int.__add__, operator.add)
 
@@ -155,15 +153,14 @@ def _combine(
 
 
 def _floor(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    # As a sum of terms in lowest terms, of which sympy takes the integer ones out of the floor.
+    # A sum of terms in lowest terms: sympy moves the integer terms out of the floor.
     quotient = sympy.cancel(a / b) if b.free_symbols else sympy.expand(a / b)
-    # -(-a // b), the ceiling in Python, becomes sympy's ceiling in this way: its expression equals the one written so.
+    # Turns -(-a // b), the ceiling in Python, into sympy's ceiling, so that the two expressions are equal.
     if quotient.could_extract_minus_sign():
         return -sympy.ceiling(-quotient)
     return sympy.floor(quotient)
 
 
-# The size of the cache is a guess that works.
 @lru_cache(maxsize=1 << 14)
 def _substitute(expr: sympy.Expr, values: tuple[tuple[sympy.Symbol, int], ...]) -> sympy.Expr:
     return expr.xreplace({name: sympy.Integer(value) for name, value in values})
@@ -199,7 +196,7 @@ def ceil_div(size: int, parts: int) -> int:
 
 
 def common_divisor(a: int, b: int) -> int:
-    """Return the greatest common divisor; of dynamic sizes, that of their expressions, which divides all values."""
+    """Return the greatest common divisor; for dynamic sizes that of their expressions, which divides all values."""
     if not isinstance(a, DynamicSize) and not isinstance(b, DynamicSize):
         return math.gcd(a, b)
     sizes = a.sizes if isinstance(a, DynamicSize) else cast(DynamicSize, b).sizes

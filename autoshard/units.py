@@ -53,7 +53,7 @@ def _parse_text(text: str) -> float:
 
 
 def format_bytes(amount: float) -> str:
-    """Return `"31.4 GiB"`: bytes in the largest binary unit that leaves at least 1."""
+    """Return `"31.4 GiB"`: bytes in the largest binary unit with a value of at least 1."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(amount) >= _UNITS[unit]:
             return f"{amount / _UNITS[unit]:.1f} {unit}"
@@ -61,7 +61,7 @@ def format_bytes(amount: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return `"12.3 ms"`: seconds in the largest unit that leaves at least 1."""
+    """Return `"12.3 ms"`: seconds in the largest unit with a value of at least 1."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"

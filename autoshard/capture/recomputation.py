@@ -77,7 +77,7 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
 
     Layers are the elements of the module's lists and sequences, outermost first, as long as none of them is most of the
     model. If these show no layers (a module called many times, a sequence of single operators), the forward half is cut
-    into about as many parts as a part has operators, at places where few bytes cross.
+    at places where few bytes cross: n operators into about sqrt(n) parts.
     """
     # Copies to the host are no work of the model: its layers, and their names, are those of the graph without them.
     nodes = [

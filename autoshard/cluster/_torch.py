@@ -8,6 +8,6 @@ import torch
 from torch._ops import OpOverload
 
 collectives = torch.ops._c10d_functional
-"""Collectives as operators on tensors: those that programs are made of, which are the ones to measure."""
+"""Functional collectives, of which programs consist and which are measured."""
 
 __all__ = ["OpOverload", "collectives"]

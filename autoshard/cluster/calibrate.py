@@ -1,7 +1,7 @@
-"""Measurement of the devices that a mesh runs on: their collectives, their operators, and the contention of both.
+"""Measurement of the devices of a mesh: their collectives, their operators, and the contention of both.
 
 All processes do the same work at once, so that they contend for shared hardware as in a step: a `Stopwatch` times it, a
-`Bench` makes the measurements, and `calibrate` makes a cluster of them.
+`Bench` makes the measurements, and `calibrate` turns them into a cluster.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from autoshard.cluster.samples import (
 from autoshard.errors import MeshError
 from autoshard.units import parse_bytes
 
-# Seconds that a timing lasts at least: many time slices where processes share a processor.
+# Minimum seconds of a timing: many time slices where processes share a processor.
 _WINDOW = 5e-2
-# A timing counts as this many medians at most: where one lasted longer, something else ran.
+# A timing counts as at most this many medians: in longer ones, something else ran.
 _OUTLIER_FACTOR = 3.0
-# Calls of which the shortest estimates the seconds of one.
+# Calls whose minimum is the rough estimate of one call.
 _TRIES = 3
 # Copies of the data of a piece of work.
 _COPIES = 8
-# Bytes that the copies take together.
+# Bytes of all copies together.
 _COPY_BYTES = 2**26
 # Power of two of the bytes of the smallest collective.
 _SMALLEST_POWER = 8
-# Least part of the time of compute and collective together that is left to the collective by noise.
+# Least fraction of the time of compute and collective that counts as the collective's, in spite of noise.
 _LEAST_SHARE = 0.01
 # Bytes of the collective that is timed beside compute, so that latency hardly counts.
 _OVERLAP_BYTES = 2**22
@@ -63,7 +63,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Rotation:
-    """Work on several copies of its data in turn, so that memory is as cold as in a step: few operands are cached.
+    """Work on several copies of its data in turn, so that caches are as cold as in a step.
 
     The last results are kept, so that the allocator hands out new memory.
 
@@ -83,11 +83,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Timings that all processes make together and agree on.
+    """Timings that all processes make together, with equal results.
 
     Attributes:
         device: that the work runs on.
-        repeats: number of timings, whose mean counts.
+        repeats: number of timings, which are averaged.
         patience: seconds of one call above which larger calls are not tried.
         clock: returns seconds since some moment; wall time by default.
     """
@@ -104,7 +104,7 @@ class Stopwatch:
         return [value / dist.get_world_size() for value in tensor.tolist()]
 
     def rough_seconds(self, work: Callable[[], object]) -> float:
-        """Return an estimate of the seconds of one call, the shortest of a few; the same number on all processes."""
+        """Return the minimum seconds of a few calls; the same number on all processes."""
         dist.barrier()
         return self.mean_of_ranks([min(self._time_calls(work, 1) for _ in range(_TRIES))])[0]
 
@@ -116,12 +116,11 @@ class Stopwatch:
 
         Args:
             works: run by every process at the same time.
-            calls: estimated seconds of a call; the same on all processes, which then make equally many calls.
+            calls: estimated seconds of a call; the same on all processes, so that they make equally many calls.
         """
         counts = [max(1, round(_WINDOW / seconds)) for seconds in calls]
         timings = torch.zeros(len(works), self.repeats, dtype=torch.float64)
-        # All work is timed in turn: a disturbance of the machine falls on a few timings of each piece, and not on all
-        # timings of one.
+        # Pieces of work are timed in turn, so that a disturbance affects a few timings of each, not all of one.
         for turn in range(self.repeats):
             for place, (work, count) in enumerate(zip(works, counts, strict=True)):
                 dist.barrier()
@@ -130,7 +129,7 @@ class Stopwatch:
         # A collective waits for the last rank: a step takes as long as its slowest device.
         dist.all_reduce(timings, dist.ReduceOp.MAX)
         # The mean, not the median: times of processes that share a processor vary with the order of their time slices,
-        # and it is means that add up to the time of a step.
+        # and means add up to the time of a step.
         return [robust_mean(row) for row in timings.tolist()]
 
     def _time_calls(self, work: Callable[[], object], calls: int) -> float:
@@ -147,14 +146,14 @@ class Stopwatch:
 
 
 def robust_mean(timings: Sequence[float]) -> float:
-    """Return the mean of timings, each of which counts as three medians at most."""
+    """Return the mean of timings, each clamped to three medians."""
     most = _OUTLIER_FACTOR * statistics.median(timings)
     return statistics.mean(min(timing, most) for timing in timings)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Measurements that all processes make together.
+    """Makes measurements on all processes together.
 
     Attributes:
         stopwatch: times them.
@@ -165,13 +164,13 @@ class Bench:
     report: Callable[[str], None]
 
     def operators(self, dtype: torch.dtype, everything: bool = True) -> Iterator[tuple[tuple[str, str, str], Curve]]:
-        """Yield the curves of all families, or of matrix products alone, under the keys of `Measurements.operators`."""
+        """Yield the curves of all families, or of matrix products only, with keys as in `Measurements.operators`."""
         name = str(dtype).removeprefix("torch.")
         self.report(f"{'operators' if everything else 'matrix products'} in {name}")
         chosen = samples(dtype, self.stopwatch.device)[: None if everything else 1]
         timed = [times for times in map(self._time_sample, chosen) if times.seconds]
-        # Operators that are called again and again find their code in the caches of the host; in a program others come
-        # between. The difference is added to all of them but views, which do nothing.
+        # An operator called repeatedly finds its code in the host's caches; in a program, others run in between. The
+        # difference is added to all operators but views.
         extra = self._interleaving_overhead(timed)
         for times in timed:
             sample = times.sample
@@ -185,7 +184,7 @@ class Bench:
         for size in sample.sizes:
             call = _make_call(sample, size)
             [missing] = self.stopwatch.mean_of_ranks([call is None])
-            # On any process: all must stop at the same size.
+            # On any process, since all must stop at the same size.
             if call is None or missing:
                 break
             amounts.append(call[0].amounts())
@@ -193,12 +192,12 @@ class Bench:
             estimates.append(self.stopwatch.rough_seconds(rotations[-1]))
             if estimates[-1] > self.stopwatch.patience:
                 break
-        # The data of all but the smallest call are freed: a device that is short of memory is slow.
+        # Free the data of all but the smallest call: a device that is short of memory is slow.
         return _SampleTimes(sample, rotations[:1], amounts, self.stopwatch.mean_seconds(rotations, estimates))
 
     def _interleaving_overhead(self, timed: Sequence[_SampleTimes]) -> float:
-        """Return the seconds that a call takes longer behind calls of all other families, by the smallest calls."""
-        # The smallest calls by intensity have many bytes, and the overhead would be lost in their noise.
+        """Return the extra seconds of a call between calls of all other families, measured by the smallest calls."""
+        # The smallest calls by intensity have many bytes, and their noise would hide the overhead.
         small = [times for times in timed if times.sample.amounts_are != INTENSITY]
         alone = sum(times.seconds[0] for times in small)
         chain = chain_calls(*[call for times in small for call in times.smallest])
@@ -206,13 +205,13 @@ class Bench:
         return max(0.0, together - alone) / len(small)
 
     def collectives(self, grouping: Grouping, largest: int) -> Iterator[tuple[tuple[str, Grouping], Curve]]:
-        """Yield the curves of all collectives in one grouping, up to `largest` bytes, under the keys of `Measurements`.
+        """Yield the curves of all collectives in one grouping, up to `largest` bytes, keyed as in `Measurements`.
 
-        Like operators, collectives take turns with others on data of their own.
+        Like operators, collectives are timed in turn, on separate data.
         """
         self.report(f"collectives in groups of {grouping.size}, {grouping.stride} ranks apart")
-        # A collective is timed behind a stretch of compute, whose time is subtracted: in a step, too, devices arrive at
-        # it one after the other, and processes that share a processor have to be called back to it.
+        # A collective is timed after some compute, whose time is subtracted: in a step, too, devices arrive at
+        # different times, and processes that share a processor have to be rescheduled.
         compute = make_matmul(self.stopwatch.device)
         compute_estimate = self.stopwatch.rough_seconds(compute)
         sizes = [2**power for power in range(_SMALLEST_POWER, max(_SMALLEST_POWER, largest.bit_length() - 1) + 1)]
@@ -233,18 +232,18 @@ class Bench:
     def contention(self, grouping: Grouping) -> float:
         """Return the seconds that a second of communication adds to compute, from a collective beside matrix products.
 
-        With as much compute as communication, both together take between the time of one (0) and of both (1); more
-        than that where they disturb each other.
+        With equal times of compute and communication, both together take between the time of one (result 0) and the
+        sum (result 1); more if they disturb each other.
         """
         self.report("collectives beside compute")
-        # A difference of times needs more timings than a time does: four times as many is a guess that works.
+        # A difference of times needs more timings than a time.
         watch = replace(self.stopwatch, repeats=4 * self.stopwatch.repeats)
         compute = make_matmul(watch.device)
         with group(grouping) as local:
             start = make_collective("all_reduce", _OVERLAP_BYTES, local, watch.device)
             sending = make_blocking(start)
             estimates = [watch.rough_seconds(sending), watch.rough_seconds(compute)]
-            # As many products as take the time of the collective: the comparison is then between equal stretches.
+            # As many products as take the time of the collective.
             communication, product = watch.mean_seconds([sending, compute], estimates)
             computing = chain_calls(*[compute] * max(1, round(communication / product)))
 
@@ -260,7 +259,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class _SampleTimes:
-    """A sample that was timed.
+    """The timings of a sample.
 
     Attributes:
         sample: the sample.
@@ -290,11 +289,11 @@ class _SampleTimes:
 
 
 def _make_call(sample: Sample, size: int) -> tuple[SampleCall, Rotation] | None:
-    """Return a call of a size and copies of it; None if the operator refuses them or they do not fit the memory."""
+    """Return a call of a size and copies of it; None if the operator refuses it or memory does not suffice."""
     try:
         call = sample.make(size)
         return call, Rotation(functools.partial(sample.make, size), call.amounts()[1])
-    # Out of memory is a RuntimeError too: a size that does not fit ends the curve, as an unsupported dtype does.
+    # Out of memory is a RuntimeError, too: it ends the curve, as an unsupported dtype does.
     except RuntimeError:
         return None
 
@@ -317,24 +316,23 @@ def calibrate(
 ) -> Cluster:
     """Measure the devices of a mesh and the links between them.
 
-    All processes call it together. Everything is measured with all devices at work at once, as they are in a training
-    step: the groups of a mesh axis contend for links, and processes that share processors for these.
+    All processes call it together. Everything is measured with all devices at work, as in a training step: the groups
+    of a mesh axis contend for links, and processes on one host for its processors.
 
     Args:
         mesh: of all processes; its device type is measured. Every grouping of the devices by an axis of some mesh is
-            measured, so that the profile serves meshes of other axes as well.
+            measured, so that the profile serves meshes of other axes, too.
         name: of the cluster in plans.
         largest: bytes per rank of the largest collective, such as `"64MiB"`.
         dtypes: of the operators to measure; dtypes that the device cannot compute in are left out. float32 is always
             measured, and of the other dtypes in `DTYPES` the rate of matrix products.
-        repeats: number of timings of each piece of work, whose mean counts.
+        repeats: number of timings of each piece of work, which are averaged.
         patience: seconds of a call above which larger calls are not tried.
         progress: called with the name of each measurement before it is made, on the first rank.
 
     Returns:
         The cluster, the same on all ranks. `Cluster.save` writes it as JSON; `cluster="my-profile.json"` plans with it.
-        An axis that groups devices as no measured one does is priced by the formula of latency and bandwidth, with the
-        latency and bandwidth that fit the measurements best.
+        An axis with a grouping that was not measured is priced by latency and bandwidth, fitted to the measurements.
 
     Raises:
         MeshError: the mesh does not hold all processes of the group, there is only one process, or hosts differ.
@@ -357,7 +355,7 @@ def calibrate(
     bench = Bench(Stopwatch(device, repeats, patience), report)
     # float32 first: operators without a curve are priced by its "add". `fromkeys` keeps the order and drops repeats.
     measured_dtypes = dict.fromkeys((torch.float32, *dtypes, *DTYPES))
-    # The samples draw random numbers; the user's generator must go on as if nothing had been measured.
+    # The samples draw random numbers, which must not advance the user's generator.
     with torch.no_grad(), torch.random.fork_rng():
         operators = {
             key: curve
@@ -397,13 +395,13 @@ def _devices_per_host(devices: int) -> int:
 
 
 def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, per_host: int) -> Device:
-    """Return the figures of a roofline, from the best rates that were measured."""
+    """Return the figures of a roofline, from the best measured rates."""
     rates = {
         dtype: max(curve.rates)
         for (family, dtype, unit), curve in operators.items()
         if family == "mm" and unit == FLOPS
     }
-    # Which the device may lack, and the schema of a cluster asks for.
+    # The schema of a cluster requires these, which the device may lack.
     for dtype in ("bfloat16", "float64"):
         rates.setdefault(dtype, rates["float32"])
     # The processes of a host share its memory.
@@ -419,7 +417,7 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
         name=name,
         memory=memory,
         peak_flops=rates,
-        # The largest one is behind all caches.
+        # The largest one exceeds all caches.
         memory_bandwidth=adds.amounts[-1] / adds.seconds[-1],
         # The smallest add is all overhead.
         kernel_overhead=adds.seconds[0],
@@ -430,11 +428,11 @@ def _device(operators: dict[tuple[str, str, str], Curve], device: torch.device, 
 def fit_links(
     collectives: Mapping[tuple[str, Grouping], Curve], devices: int, devices_per_host: int
 ) -> tuple[Link, Link]:
-    """Return the links inside a host and between hosts that explain measured collectives best.
+    """Return the links inside a host and between hosts that fit measured collectives best.
 
     Args:
         collectives: seconds by bytes.
-        devices: number of devices that were measured.
+        devices: number of measured devices.
         devices_per_host: consecutive ranks in groups of this size share a host.
 
     Returns:
@@ -467,8 +465,7 @@ def _link(rows: list[tuple[float, float]]) -> Link:
     terms = np.array(rows)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
     if latency <= 0 or per_byte <= 0:
-        # Noise: one of the terms alone explains the seconds. The other is kept above zero, at a thousandth of what it
-        # would be alone, for a link needs both.
+        # Noise: fit one term alone. The other is a thousandth of its own fit, since a link needs both above zero.
         alone = [float(column.sum() / (column * column).sum()) for column in terms.T]
         latency, per_byte = max(float(latency), alone[0] * 1e-3), max(float(per_byte), alone[1] * 1e-3)
     return Link(bandwidth=1 / float(per_byte), latency=float(latency))

@@ -46,7 +46,7 @@ _PRESET_OF_NAME = (
 """Pattern of the names that drivers report -> preset. The first match counts: narrower patterns come first."""
 
 CONTENTION = 0.58
-"""Seconds that a second of communication adds to compute that runs at once: both want processors and bandwidth.
+"""Seconds that a second of communication adds to concurrent compute: both use multiprocessors and bandwidth.
 
 Source: Agrawal et al., "Optimizing ML Concurrent Computation and Communication with GPU DMA Engines" (2024): kernels
 that are scheduled to share a device gain 42 % of what they would if they did not disturb each other, 21 % where nothing
@@ -57,10 +57,10 @@ Learning" (2025), see compute slowed by 19 %, and 10 % of the time gained, on H1
 
 @dataclass(frozen=True, slots=True)
 class Cluster(HasReport):
-    """Hosts of devices, joined inside a host by one kind of link and between hosts by another.
+    """Hosts of devices, connected inside a host by one kind of link and between hosts by another.
 
-    Devices are equal, and as many as a mesh asks for, unless `stretches` lists them. Then `device`, `inside` and
-    `between` have the worst figures of all, so that every device keeps what is planned with them.
+    Devices are equal, and as many as a mesh has, unless `stretches` lists them. Then `device`, `inside` and `between`
+    have the worst figures of all, so that every device meets predictions made with them.
 
     Attributes:
         name: of the preset, or the user's own.
@@ -69,8 +69,8 @@ class Cluster(HasReport):
         inside: the link between devices of one host.
         between: the link between devices of different hosts.
         source: of the figures.
-        contention: seconds that a second of communication adds to compute that runs at once: 0 where neither disturbs
-            the other, 1 where nothing is gained by doing both at once.
+        contention: seconds that a second of communication adds to concurrent compute: 0 if neither disturbs the other,
+            1 if nothing is gained by concurrency.
         measured: measurements of collectives and operators by `autoshard.calibrate`; None for a cluster that its other
             figures describe, such as a preset.
         stretches: the ranks of a cluster with a fixed number of devices, in their order; empty for any number.
@@ -120,7 +120,7 @@ class Cluster(HasReport):
                 f"cluster={cluster!r} is {type(cluster).__name__}: pass a Cluster, a preset's name such as "
                 f'"h100" ({", ".join(Cluster.presets())}), or the path of a file that Cluster.save wrote.'
             )
-        # A text that is no file name is a preset or a list of devices: the path of a file must show it by its suffix.
+        # Only a text with the suffix .json is a path; others are a preset or a list of devices.
         if isinstance(cluster, str) and not cluster.endswith(".json"):
             return Cluster.parse(cluster) if is_devices(cluster) else Cluster.preset(cluster)
         return Cluster.load(cluster)
@@ -186,9 +186,9 @@ class Cluster(HasReport):
         return Device.slowest([self.device_of(rank) for rank in ranks])
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of these ranks alone, which are numbered anew in this order.
+        """Return the cluster of only these ranks, renumbered in this order.
 
-        Ranks of one host that come one after another share a host there; others count as of different hosts.
+        Consecutive ranks of one host share a host there; others count as on different hosts.
 
         Raises:
             MeshError: there is no such rank, or `ranks` is empty.
@@ -198,7 +198,7 @@ class Cluster(HasReport):
         places = [self._place(rank) for rank in ranks]
         if not self.stretches and list(ranks) == list(range(len(ranks))):
             return self
-        # A cluster of any number of devices becomes a stretch that is long enough for all of these ranks.
+        # A cluster of any number of devices becomes one stretch that is long enough for these ranks.
         all_ranks = Hosts(self.name, max(ranks) + 1, self.device, self.devices_per_host, self.inside, self.between)
         stretches = stretches_of(self.stretches or (all_ranks,), places)
         if self.stretches or len(stretches) > 1:
@@ -335,7 +335,7 @@ def _join_stretches(stretches: tuple[Hosts, ...], source: str, contention: float
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Some devices of one kind, as a text names them.
+    """Devices of one kind, as in a text.
 
     Attributes:
         count: number of devices, at least 1.
@@ -392,11 +392,11 @@ def default_cluster(device_type: str | None) -> Cluster:
     """Return the cluster of a mesh whose user names no cluster.
 
     Args:
-        device_type: of the mesh; None where a plan is made for devices that are not there.
+        device_type: of the mesh; None for a plan without a mesh of real devices.
     """
     if device_type == "cpu":
         return Cluster.preset("cpu")
-    # Plans for devices that are not there are for a data centre; its most usual device stands for the unknown one.
+    # Without real devices, assume the most usual device of data centres.
     if device_type != "cuda" or not torch.cuda.is_available():
         return Cluster.preset("h100")
     return cluster_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
@@ -429,19 +429,19 @@ def cluster_of(properties: Properties) -> Cluster:
 def _bandwidth(properties: Properties) -> float | None:
     """Return bytes per second of the device's memory; None where the device does not report its clock and width."""
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    # Kilohertz and bits; the memory moves data twice a clock.
+    # Kilohertz and bits, at double data rate.
     return 2.0 * clock * 1e3 * width / 8 if clock and width else None
 
 
 def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) -> float:
-    """Return the distance of a preset from a device: by compute capability, then by the logarithms of ratios."""
+    """Return the distance of a preset from a device: compute capability first, then logarithms of ratios."""
     device = preset.device
     major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
     distance = abs(math.log(properties.multi_processor_count / device.multiprocessors))
-    # Memory says less than rates.
+    # Memory size weighs less than rates.
     distance += abs(math.log(properties.total_memory / device.memory)) / 2
     if major:
-        # Another generation outweighs any difference in size, and the minor version a difference of a factor of e.
+        # Another generation outweighs any difference in size; another minor version counts as a factor of e.
         distance += 10.0 * (int(device.capability) != major) + (device.capability != major + minor / 10)
     return distance + (abs(math.log(bandwidth / device.memory_bandwidth)) if bandwidth else 0.0)
 
@@ -449,7 +449,7 @@ def _distance(preset: Cluster, properties: Properties, bandwidth: float | None) 
 def _scale_preset(preset: Cluster, properties: Properties, bandwidth: float | None) -> Cluster:
     device = preset.device
     compute = properties.multi_processor_count / device.multiprocessors
-    # Without a figure of the memory, a larger device is taken to have more of both.
+    # Without the bandwidth of the memory, scale it like compute.
     memory = compute if bandwidth is None else bandwidth / device.memory_bandwidth
     scaled = replace(
         device,

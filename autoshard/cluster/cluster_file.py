@@ -21,7 +21,7 @@ _NAME = {"type": "string", "minLength": 1}
 
 
 def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the schema of an object of these properties alone, of which all but the `optional` ones are required."""
+    """Return the schema of an object with these properties only, all required but the `optional` ones."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -38,7 +38,7 @@ def _curve(**about: Any) -> dict[str, Any]:
         {**about, "amounts": _VALUES, "seconds": _VALUES, "rates": _VALUES, "source": _TEXT},
         ("seconds", "rates", "source"),
     )
-    # Published curves are rates, measured ones seconds: either is read as it was given.
+    # Published curves are rates, measured ones seconds.
     return schema | {"oneOf": [{"required": ["seconds"]}, {"required": ["rates"]}]}
 
 
@@ -127,7 +127,7 @@ def read(text: str, what: str) -> dict[str, Any]:
 
 
 def hosts_data(device: Device, devices_per_host: int, inside: Link, between: Link) -> dict[str, Any]:
-    """Return the figures of hosts that are alike as JSON data."""
+    """Return the figures of equal hosts as JSON data."""
     return {
         "device": _device_data(device),
         "devices_per_host": devices_per_host,
@@ -175,7 +175,7 @@ def _device_of(data: dict[str, Any]) -> Device:
     figures: dict[str, Any] = {
         name: Dispatch(**data[name]) for name in ("dispatch", "compiled_dispatch") if name in data
     }
-    # A device without curves has none, not an error: it is priced by its peak rates.
+    # Curves are optional: without them, operators are priced by peak rates.
     figures["operators"] = from_records(data.get("operators", ()), "device.operators")
     return Device(**data | figures)
 

@@ -11,7 +11,7 @@ from autoshard.units import format_bytes, format_seconds
 def hosts_lines(
     count: int | None, device: Device, devices_per_host: int, inside: Link, between: Link
 ) -> tuple[tuple[str, str], ...]:
-    """Return labels and figures of devices that are alike, and of their links; `count` is None for any number."""
+    """Return labels and figures of equal devices and their links; `count` is None for any number."""
     number = "" if count is None else f"{count} x "
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.peak_flops.items())
     overhead = format_seconds(device.kernel_overhead)

@@ -30,8 +30,8 @@ RING_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all
 class CostModel:
     """Seconds of compute and of collectives of one mesh laid out on one cluster.
 
-    Ranks are laid over the mesh in row-major order, and over the hosts as the cluster has them. Where devices differ,
-    everything takes as long as on the slowest one of the mesh.
+    Ranks are in row-major order on the mesh, and on hosts as in the cluster. Where devices differ, everything takes as
+    long as on the slowest device of the mesh.
 
     Raises:
         MeshError: the cluster has fewer devices than the mesh.
@@ -45,16 +45,16 @@ class CostModel:
         host_of = self.cluster.host_of
         self._spanning = tuple(grouping.spans_hosts(mesh.size, host_of) for grouping in self._groupings)
         self._links = tuple(self.cluster.between if spans else self.cluster.inside for spans in self._spanning)
-        # Hosts of the first group of every axis, which stands for the others.
+        # Hosts of the first group of every axis, which represents the others.
         hosts = tuple(len(set(map(host_of, grouping.groups(mesh.size)[0]))) for grouping in self._groupings)
-        # A ring leaves a host as seldom as it can: once for every host but the last.
+        # A ring crosses hosts as rarely as possible: once for every host but the last.
         self._ring_latencies = tuple(
             self._hop_latencies(size, max(1, count - 1) if spans else 0)
             for size, count, spans in zip(mesh.sizes, hosts, self._spanning, strict=True)
         )
         measured = self.cluster.measured
-        # Devices of a group that share a host send by their ports together. The links of a measured cluster were fitted
-        # to the groups as they are: their figures are of whole groups.
+        # Devices of a group on one host use their ports together. Links of a measured cluster were fitted to whole
+        # groups, so their figures include this.
         self._ports = tuple(
             max(1, size // count) if spans and measured is None else 1
             for size, count, spans in zip(mesh.sizes, hosts, self._spanning, strict=True)
@@ -68,7 +68,7 @@ class CostModel:
         return self.cluster.between.latency * outside + self.cluster.inside.latency * (size - 1 - outside)
 
     def _warn_of_estimates(self, measured: Measurements) -> None:
-        """Name the axes that group devices as no measured collective does."""
+        """Warn of axes whose grouping of devices was not measured."""
         measured_groupings = {grouping for _, grouping in measured.collectives}
         estimated = [
             f"{axis.name} ({grouping.size} devices, {grouping.stride} apart in rank)"
@@ -85,7 +85,7 @@ class CostModel:
     def axis_link(self, axis: int) -> Link:
         """Return the link that a collective over `axis` runs at: the slowest that any of its groups must use.
 
-        Groups that lie inside one host use the cluster's `inside`; if any group spans hosts, all pay `between`.
+        Groups inside one host use the cluster's `inside`; if any group spans hosts, all pay `between`.
 
         Source: TensorOpt 3.2, which prices a collective by the links of its device partitioning; Whale 3.3.
         """
@@ -103,10 +103,10 @@ class CostModel:
         Returns:
             Seconds, by the first of these that applies:
 
-            1. Measurements of the cluster, if the axis groups devices as they were grouped then (the same size and
-               stride, whatever the other axes): interpolated between powers of two of bytes. A local step takes the
-               measured time of a copy.
-            2. The link's curve of the kind (`Link.collectives`): the seconds of as many bytes sent by a device, and the
+            1. Measurements of the cluster, if they have the grouping of the axis (the same size and stride, whatever
+               the other axes): interpolated between powers of two of bytes. A local step takes the measured time of a
+               copy.
+            2. The link's curve of the kind (`Link.collectives`): the seconds for the bytes sent by a device, plus the
                latencies by which the ring, or for an all-reduce the tree, is longer than the measured one.
             3. The latency-bandwidth model of ring collectives, W the latency of the n-1 hops of the ring and B the
                bandwidth of the link: all-gather W + bytes(n-1)/B; reduce-scatter and all-to-all W + bytes(n-1)/(n B);
@@ -115,7 +115,7 @@ class CostModel:
                part that it keeps.
 
             A group with several devices on every host uses the ports of all of them: between hosts each device sends a
-            part, as fast as the devices inside a host can hand on the whole.
+            part, at most as fast as the whole moves inside a host.
 
         Raises:
             ValueError: `kind` is not one of these.
@@ -159,7 +159,7 @@ class CostModel:
             case "reduce_scatter" | "all_to_all":
                 return [(wait, whole * (size - 1) / size)]
             case "all_reduce":
-                # NCCL chooses between ring and tree as well: few hops for small messages, least bytes for large ones.
+                # NCCL, too, chooses between ring and tree: few hops for small messages, fewest bytes for large ones.
                 tree = 2 * _levels(size) * self._links[axis].latency
                 return [(2 * wait, 2 * whole * (size - 1) / size), (tree, 2 * whole)]
             case "shift":
@@ -187,19 +187,19 @@ class CostModel:
         part = bytes if kind == "all_gather" else bytes / size
         sent = bytes if kind == "shift" else RING_TRIPS[kind] * part * (size - 1)
         seconds = bus.curve.at(sent / self._ports[axis])
-        # The curve holds the latencies of groups of its own size; longer rings and higher trees have more of them.
+        # The curve includes latencies for groups of its size; longer rings and higher trees have more.
         if kind == "all_reduce":
             seconds += 2 * link.latency * max(0, _levels(size) - _levels(bus.size))
         elif kind != "shift":
             hosts = -(-bus.size // self.cluster.devices_per_host)
             known = self._hop_latencies(bus.size, max(1, hosts - 1) if self._spanning[axis] else 0)
             seconds += max(0.0, self._ring_latencies[axis] - known)
-        # Fewer devices gain less by a switch that adds up; and traffic between hosts goes between their devices, too.
+        # Smaller groups gain less from a switch that reduces; and traffic between hosts also goes between devices.
         least = sent / self._bandwidth(axis) if size < bus.size or self._spanning[axis] else 0.0
         return max(seconds, least)
 
     def _bandwidth(self, axis: int) -> float:
-        """Return bytes per second over the link of one device, all ports that the group has on a host together."""
+        """Return bytes per second over the link of an axis, with all ports that a group has on a host."""
         together = self._links[axis].bandwidth * self._ports[axis]
         return min(together, self.cluster.inside.bandwidth) if self._ports[axis] > 1 else together
 
@@ -213,12 +213,12 @@ class CostModel:
             bytes: read and written by the device.
             dtype: of the operands, which sets the peak rate.
             operator: its name without namespace and overload, such as `"mm"`; measurements tell operators apart.
-            streamed: bytes that it writes and reads besides, between its products.
+            streamed: further bytes that it writes and reads between its products.
 
         Returns:
-            Seconds: those of operators of its family where there are curves of them, measured ones or those of the
-            device (`measurements.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel
-            overhead; and those of what is streamed.
+            Seconds: by the curves of its family, measured or of the device, where there are any
+            (`measurements.operator_seconds`), else max(flops / peak, bytes / memory bandwidth) + kernel overhead; plus
+            those of `streamed`.
 
         Source: Whale 3.3 profiles a TaskGraph by its operations and bytes against those of the device; the roofline is
         the same without the run.
@@ -237,22 +237,22 @@ class CostModel:
         return device.kernel_overhead + bytes / device.host_bandwidth
 
     def host_update(self, bytes: int) -> float:
-        """Return the time in which the host's processors, as far as they are a device's, read and write some bytes."""
+        """Return the time in which a device's share of the host's processors reads and writes some bytes."""
         return bytes / self.cluster.device.host_memory_bandwidth
 
     def view(self) -> float:
-        """Return the time of an operator that makes a view: that of a call on a measured cluster, else zero."""
+        """Return the time of a view: that of a call on a measured cluster, else zero."""
         if self.cluster.measured is None:
             return 0.0
         return operator_seconds(self._operators, "view", 0.0, 0.0, torch.float32) or 0.0
 
     def spans_hosts(self, axis: int) -> bool:
-        """Return True if the first and the last rank of some group of `axis` sit on different hosts."""
+        """Return True if the first and the last rank of some group of `axis` are on different hosts."""
         return self._spanning[axis]
 
 
 def _levels(size: int) -> int:
-    """Return the height of a binary tree of so many devices."""
+    """Return the height of a binary tree of `size` devices."""
     return math.ceil(math.log2(size))
 
 
@@ -266,7 +266,7 @@ def flops(op: OpOverload, operands: Sequence[Shape], results: Sequence[Shape], a
         op: an ATen operator.
         operands: global shapes of its tensor operands, in the order of its schema, absent ones left out.
         results: global shapes of its tensor results; absent ones left out.
-        args: the call's arguments as written in the graph: masks, transposition and gradients that are left out.
+        args: the call's arguments as written in the graph: masks, transposition, and which gradients are omitted.
 
     Returns:
         The count for matrix products, convolutions, attention and recurrence, forward and backward; 0.0 for every
@@ -291,10 +291,10 @@ class Work:
 
     Attributes:
         flops: floating-point operations.
-        dtype: that they are done in; of an operator without any, that of its first result.
-        operator: its name, as prices tell operators apart.
+        dtype: of these operations; without any, that of the first result.
+        operator: its name, by which it is priced.
         streamed: bytes that it writes and reads between its products, in pieces.
-        repeated: those of `flops` that an operator which keeps whole results would not do.
+        repeated: the part of `flops` that an operator which keeps whole results would not do.
     """
 
     flops: float
@@ -316,7 +316,7 @@ def work_of_call(
     return Work(count, dtype, name)
 
 
-# Position of no argument: the operator computes all scores, whatever the mask.
+# No position of an argument: the operator computes all scores, whatever the mask.
 _NEVER = 1 << 10
 
 Count = Callable[[Sequence[Shape], Sequence[Shape], Sequence[object]], int]
@@ -335,7 +335,7 @@ def _product(position: int) -> Count:
 
 
 def _causal_scores(rows: int, columns: int, _: Sequence[object]) -> int:
-    # Kernels leave out the blocks above the diagonal.
+    # Kernels skip the blocks above the diagonal.
     return rows * columns - columns * columns // 2 if rows > columns else rows * rows // 2
 
 
@@ -345,18 +345,18 @@ def attention_flops(causal: int, causal_scores: CausalScores = _causal_scores) -
     Args:
         causal: the position of the flag `is_causal`.
         causal_scores: returns the scores that a causal call computes, from the numbers of queries and keys and the
-            arguments behind the flag.
+            arguments after the flag.
     """
     return _attention_products(0, causal, causal_scores, 1, 1)
 
 
 def attention_backward_flops(causal: int, causal_scores: CausalScores = _causal_scores) -> Count:
-    """Count scores again and gradients of queries and keys, as wide as keys; gradients of values and weights."""
+    """Count scores again and gradients of queries and keys, of key width; of values and weights, of value width."""
     return _attention_products(1, causal, causal_scores, 3, 2)
 
 
 def _attention_products(first: int, causal: int, causal_scores: CausalScores, by_key: int, by_value: int) -> Count:
-    """Count attention: operands from `first` on; `by_key` products as wide as keys, `by_value` as wide as values."""
+    """Count attention with operands from `first` on: `by_key` products of key width, `by_value` of value width."""
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         queries, keys, values = operands[first : first + 3]
@@ -373,7 +373,7 @@ def _attention_products(first: int, causal: int, causal_scores: CausalScores, by
 def _convolution(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
     """Count a product of a channel's weight with every element of the result, or of the input where transposed."""
     source, weight = operands[:2]
-    # Graphs leave trailing default arguments out.
+    # Graphs omit trailing default arguments.
     transposed = len(args) > 6 and bool(args[6])
     return 2 * math.prod(source if transposed else results[0]) * math.prod(weight[1:])
 
@@ -393,7 +393,7 @@ def _grouped_product(products: int) -> Count:
 
     def count(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
         left, right = operands[:2]
-        # Two stacks of matrices are a batch; rows sorted by group meet one matrix each, whatever the number of groups.
+        # Two stacks of matrices are a batch; rows sorted by group use one matrix each, whatever the number of groups.
         batch = left[0] if len(left) == len(right) == 3 else 1
         return 2 * products * batch * left[-2] * left[-1] * right[-1]
 

@@ -1,4 +1,4 @@
-"""Devices, the links that join them, and their hosts: the figures of each, and the worst figures of several."""
+"""Devices, links and hosts: the figures of each, and the worst figures of several."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _RUNS_AS = {
 
 
 HOST_BANDWIDTH = 28.6e9
-"""Bytes per second and direction over the link to the host, where nothing else is known: PCIe 4.0 with 16 lanes.
+"""Default bytes per second and direction over the link to the host: PCIe 4.0 with 16 lanes.
 
 Source: PCI Express Base Specification 4.0: 16 GT/s, 128 of 130 bits, and 256 of the 282 bytes of a packet, are data.
 """
 
 
 HOST_MEMORY_BANDWIDTH = 51.2e9
-"""Bytes per second that a device's share of its host's processors reads and writes, where nothing else is known.
+"""Default bytes per second that a device's share of its host's processors reads and writes.
 
 Source: NVIDIA DGX A100, data sheet: two AMD EPYC 7742, each with eight channels of DDR4-3200, for eight devices.
 """
@@ -40,7 +40,7 @@ class Dispatch:
 
     Attributes:
         kernel: of a call that launches a kernel.
-        view: of a call that launches none.
+        view: of a call that launches no kernel.
         collective: of a call that starts a collective.
     """
 
@@ -61,25 +61,23 @@ class Device:
     """One accelerator or one process's share of a host.
 
     Attributes:
-        name: for people, such as `"H100 SXM5 80GB"`.
+        name: to display, such as `"H100 SXM5 80GB"`.
         memory: bytes.
         peak_flops: floating-point operations per second by the name of the dtype (`"float32"`, `"bfloat16"`, ...), of
             the data sheet.
         memory_bandwidth: bytes per second, likewise.
-        kernel_overhead: seconds that every operator costs, however small it is, where there are no curves.
-        operators: seconds that operators take on the device, by their work. Without these curves, operators are priced
-            by the peak rates.
+        kernel_overhead: seconds added to every operator, where there are no curves.
+        operators: curves of the seconds of operators by their work. Without them, operators are priced by peak rates.
         dispatch: seconds of calls on the host of an eager program; a device waits for its host where that is slower.
         compiled_dispatch: likewise of a compiled program.
-        multiprocessors: of an accelerator; 0 where they were not counted.
-        capability: CUDA compute capability of an accelerator, such as 9.0; 0 where it is not known.
+        multiprocessors: of an accelerator; 0 if unknown.
+        capability: CUDA compute capability of an accelerator, such as 9.0; 0 if unknown.
         compiled: True if programs are compiled: `dispatch` is then theirs, and operators that a compiler fuses are one
             kernel.
-        host_bandwidth: bytes per second and direction over the link to the host, by `HOST_BANDWIDTH` where it is not
-            known.
-        host_memory: bytes of the host that one device may fill; 0 where that is not known.
-        host_memory_bandwidth: bytes per second that the device's share of its host's processors reads and writes there,
-            by `HOST_MEMORY_BANDWIDTH` where it is not known.
+        host_bandwidth: bytes per second and direction over the link to the host; `HOST_BANDWIDTH` if unknown.
+        host_memory: bytes of the host that one device may fill; 0 if unknown.
+        host_memory_bandwidth: bytes per second that the device's share of its host's processors reads and writes there;
+            `HOST_MEMORY_BANDWIDTH` if unknown.
         sources: name of a figure -> its source.
     """
 
@@ -100,12 +98,12 @@ class Device:
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Return the operations per second in `dtype`: a dtype without a rate has that of the dtype it runs as."""
+        """Return the operations per second in `dtype`, or in the dtype that it runs as."""
         return self.rate(str(dtype).removeprefix("torch."))
 
     def rate(self, name: str) -> float:
         """Return `peak` of a dtype by its name."""
-        # Data sheets list few dtypes; an integer runs as float32 does.
+        # Data sheets list few dtypes; integers run at the rate of float32.
         if name not in self.peak_flops:
             name = _RUNS_AS.get(name, "float32")
         return self.peak_flops[name]
@@ -117,9 +115,9 @@ class Device:
 
     @staticmethod
     def slowest(devices: Sequence[Device]) -> Device:
-        """Return a device with the worst of every figure, so that each of these devices keeps its times.
+        """Return a device with the worst of every figure, so that none of these devices is slower.
 
-        Where one of them has no curves, all are priced by their peak rates.
+        If one of them has no curves, all are priced by their peak rates.
         """
         # Of thousands of devices, most are equal.
         kinds = list(dict.fromkeys(devices))
@@ -138,7 +136,7 @@ class Device:
             host_bandwidth=min(device.host_bandwidth for device in kinds),
             host_memory=min(device.host_memory for device in kinds),
             host_memory_bandwidth=min(device.host_memory_bandwidth for device in kinds),
-            # All devices of a cluster are compiled for, or none.
+            # Programs are compiled for all devices of a cluster, or for none.
             compiled=kinds[0].compiled,
         )
 
@@ -148,9 +146,9 @@ class BusCurve:
     """Seconds of a collective in groups of one size, by the bytes that a device sends over its link.
 
     Attributes:
-        size: devices of a group, those of other hosts included.
-        curve: seconds by the bytes that one device sends over the link in total: of S bytes all-reduced round a ring of
-            n devices, 2 S (n - 1) / n. Bytes by seconds are the "bus bandwidth" that benchmarks of NCCL print.
+        size: devices of a group, including those on other hosts.
+        curve: seconds by the bytes that one device sends over the link in total: of S bytes all-reduced in a ring of n
+            devices, 2 S (n - 1) / n. Bytes per second are the "bus bandwidth" that benchmarks of NCCL print.
     """
 
     size: int
@@ -167,7 +165,7 @@ class Link:
     """The link that joins one device to the others.
 
     Attributes:
-        bandwidth: bytes per second and direction of one device, as far as collectives reach it.
+        bandwidth: bytes per second and direction of one device that collectives reach.
         latency: seconds per message.
         collectives: kind of a collective -> its measured curve; other kinds are priced by latency and bandwidth.
         sources: name of a figure -> its source.
@@ -180,11 +178,11 @@ class Link:
 
     @staticmethod
     def slowest(links: Sequence[Link]) -> Link:
-        """Return the link at which a collective over all of these links runs."""
+        """Return the link that determines the speed of a collective over all of these links."""
         kinds = list(dict.fromkeys(links))
         if len(kinds) == 1:
             return kinds[0]
-        # Where one link has no curve, latency and bandwidth bound all of them.
+        # If one link has no curve, all are priced by latency and bandwidth.
         shared = [kind for kind in kinds[0].collectives if all(kind in link.collectives for link in kinds)]
         return Link(
             min(link.bandwidth for link in kinds),
@@ -195,7 +193,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Consecutive ranks on hosts that are alike; the first of them is the first of a host.
+    """Consecutive ranks on equal hosts; the first rank is the first of a host.
 
     Attributes:
         name: of the kind, such as `"V100-32GB"`.
@@ -234,17 +232,17 @@ def place_of(stretches: Sequence[Hosts], rank: int) -> RankPlace:
 
 
 def stretches_of(stretches: Sequence[Hosts], places: Iterable[RankPlace]) -> tuple[Hosts, ...]:
-    """Return stretches in which the ranks at these places come one after another.
+    """Return stretches in which the ranks at these places are consecutive.
 
-    Neighbours stay on one host; places of one host with others between them count as of different hosts.
+    Adjacent ranks stay on one host; ranks of one host with others in between count as on different hosts.
     """
     joined: list[Hosts] = []
     for place, run in itertools.groupby(places):
         count = len(list(run))
-        # Each run of ranks on one host begins as a host of its own, with as many devices as ranks were chosen there.
+        # Each run of ranks on one host starts as a separate host, with as many devices as there are ranks in the run.
         host = replace(stretches[place.stretch], count=count, devices_per_host=count)
         last = joined[-1] if joined else None
-        # A stretch numbers its hosts by division, so that only its last host may be smaller than the others.
+        # A stretch finds hosts by division, so only its last host may be smaller than the others.
         if (
             last is not None
             and last.count % last.devices_per_host == 0

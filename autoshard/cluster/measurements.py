@@ -1,7 +1,7 @@
-"""Measured seconds: curves over amounts of work, of operators by families and of collectives by groups of devices.
+"""Measured seconds as curves over amounts of work, for families of operators and for collectives by grouping.
 
-A curve is interpolated between the amounts that were measured. The curves of operators are those of a device's preset,
-or `Measurements` of a job's own devices.
+A curve is interpolated between measured amounts. The curves of operators are those of a device's preset, or
+`Measurements` of a job's own devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.errors import reason_of
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds that some work took at rising amounts of it: bytes, operations, operations per byte.
+    """Seconds of some work at rising amounts of it: bytes, operations, operations per byte.
 
     Attributes:
         amounts: rising, above zero.
@@ -32,7 +32,7 @@ class Curve:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for values that no measurement gives; the message says where."""
+        """Raise `ValueError` for impossible values; the message says where."""
         if len(self.amounts) != len(self.seconds) or not self.amounts:
             raise ValueError(
                 f"{len(self.amounts)} amounts have {len(self.seconds)} seconds: each needs one, one at least"
@@ -83,21 +83,21 @@ class Curve:
 
     @staticmethod
     def slowest(curves: Sequence[Curve]) -> Curve:
-        """Return the most seconds of any curve, at every amount that one of them has."""
+        """Return the maximum of the curves, at every amount of any of them."""
         if len(curves) == 1:
             return curves[0]
         amounts = tuple(sorted({amount for curve in curves for amount in curve.amounts}))
         sources = "; ".join(dict.fromkeys(curve.source for curve in curves if curve.source))
         seconds = (max(curve.at(amount) for curve in curves) for amount in amounts)
-        # Rounding may make more take less.
+        # Rounding may make seconds fall.
         return Curve(amounts, tuple(itertools.accumulate(seconds, max)), sources)
 
     @staticmethod
     def through(amounts: Iterable[float], seconds: Iterable[float]) -> Curve:
-        """Return the curve that never falls and is nearest to measurements, which noise may make fall.
+        """Return the non-decreasing curve nearest to noisy measurements (isotonic regression).
 
-        Neighbours that fall are given their mean, until nothing falls (the pool-adjacent-violators algorithm). The
-        distance is the sum of squared differences of logarithms, that is of relative errors.
+        Neighbours that fall get their mean, until nothing falls (the pool-adjacent-violators algorithm). The distance
+        is the sum of squared differences of logarithms, that is, of relative errors.
         """
         # Geometric mean of a run of measurements, and their number.
         levels: list[tuple[float, int]] = []
@@ -122,7 +122,7 @@ Amounts are `FLOPS`, for operators that compute more than they move; `BYTES` rea
 `INTENSITY`, operations per byte, where the seconds are those of one byte.
 """
 
-# Operators that take their time alike: the measurements of one operator stand for its family.
+# Families of operators with similar times: the measurements of one operator represent its family.
 _FAMILIES = {
     "mm": ("addmm", "linear", "matmul", "mv", "addmv", "dot", "vdot", "_addmm_activation", "_scaled_mm", "_grouped_mm"),
     "bmm": ("baddbmm", "addbmm"),
@@ -180,26 +180,26 @@ def family(operator: str, default: str) -> str:
 def operator_seconds(
     curves: OperatorCurves, operator: str, flops: float, bytes: float, dtype: torch.dtype
 ) -> float | None:
-    """Return the seconds of one operator; None where neither it nor any like it has a curve.
+    """Return the seconds of one operator; None where its family has no curve.
 
     Args:
         curves: of the device.
         operator: its name without namespace and overload, such as `"mm"`.
-        flops: floating-point operations, 0 for an operator whose time is that of its bytes.
+        flops: floating-point operations; 0 for an operator that is priced by its bytes.
         bytes: read and written.
-        dtype: of the operands; a dtype that has no curves runs as the nearest that has.
+        dtype: of the operands; a dtype without curves uses those of the most similar dtype.
 
     Returns:
-        Without flops, the seconds of its bytes. With flops the largest of: the seconds of its operations, those of
+        Without flops, the seconds of its bytes. With flops, the largest of: the seconds of its operations, those of
         moving its bytes, and those of operators with as few operations per byte, such as a product of narrow matrices
         or attention over a short sequence.
     """
     name = str(dtype).removeprefix("torch.")
-    # Every dtype that has curves has that of "add", by which all operators without a curve are priced.
+    # Every dtype with curves has one of "add", which prices all operators without a curve.
     name = name if ("add", name, BYTES) in curves else _SIMILAR_DTYPES.get(name, "float32")
     moved = _curve(curves, "add", name, BYTES)
     if not flops:
-        # An operator that no family knows moves its bytes as an addition does.
+        # An operator without a family moves its bytes as an addition does.
         curve = _curve(curves, family(operator, "add"), name, BYTES) or moved
         return None if curve is None else curve.at(bytes)
     kind = family(operator, "mm")
@@ -217,21 +217,21 @@ def _curve(curves: OperatorCurves, operator: str, dtype: str, amounts: str) -> C
 
 
 def slowest_curves(kinds: Sequence[OperatorCurves]) -> dict[tuple[str, str, str], Curve]:
-    """Return the slowest of the curves that devices of all kinds have."""
+    """Return the slowest curves, for those that devices of all kinds have."""
     # A curve of some devices only can't bound the others.
     shared = [key for key in kinds[0] if all(key in curves for curves in kinds)]
     return {key: Curve.slowest([curves[key] for curves in kinds]) for key in shared}
 
 
 def scaled_curves(curves: OperatorCurves, compute: float, memory: float) -> dict[tuple[str, str, str], Curve]:
-    """Return the curves of a device with so many times the operations and the bytes per second.
+    """Return the curves of a device with `compute` times the operations and `memory` times the bytes per second.
 
-    Amounts are scaled, not seconds: the latency of an operator, the seconds of the smallest amount, stays.
+    Amounts are scaled, not seconds, so that the latency of an operator, the seconds of the smallest amount, is kept.
     """
     scaled = {}
     for (operator, dtype, unit), curve in curves.items():
         if unit == INTENSITY:
-            # Its seconds are those of one byte, and have no latency. Few operations per byte go by the slower rate.
+            # The seconds of one byte have no latency. At few operations per byte, the slower rate counts.
             pace = min(compute, memory)
             by_pace = Curve(curve.amounts, tuple(seconds / pace for seconds in curve.seconds), curve.source)
         else:
@@ -284,13 +284,13 @@ def curve_of(record: Mapping[str, Any], place: str) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups into which a mesh axis splits all devices: `size` devices each, whose ranks lie `stride` apart."""
+    """The groups into which a mesh axis splits all devices: `size` devices each, with ranks `stride` apart."""
 
     size: int
     stride: int
 
     def groups(self, devices: int) -> list[range]:
-        """Return the ranks of every group of so many devices."""
+        """Return the ranks of every group, of `devices` in total."""
         reach = self.stride * self.size
         return [range(rank, rank + reach, self.stride) for rank in range(devices) if rank % reach < self.stride]
 
@@ -336,7 +336,7 @@ class Measurements:
         collectives = {}
         for index, record in enumerate(data["collectives"]):
             grouping = Grouping(record["size"], record["stride"])
-            # A file edited by hand, or of another job: such groups would be priced as if they existed.
+            # As in a file edited by hand, or of another job: these groups cannot exist.
             if data["devices"] % (grouping.size * grouping.stride):
                 raise ValueError(
                     f"measured.collectives.{index}: {data['devices']} devices cannot be split into groups of "

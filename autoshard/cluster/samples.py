@@ -1,4 +1,4 @@
-"""Pieces of work to be timed: calls of operators of every family in growing sizes, and collectives of groups."""
+"""Work to be timed: calls of operators of every family at growing sizes, and collectives of groups."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
     """Return the samples of one dtype: matrix products, convolutions and attention by operations; others by bytes."""
     maker = _Maker(dtype, device)
     powers = [2**power for power in range(2, 14)]
-    # Up to tensors in memory behind all caches. Accelerators need larger ones than CPUs to be busy.
+    # Up to tensors larger than all caches. Accelerators need larger ones than CPUs to be busy.
     elements = [4**power for power in range(5, 12 if device.type == "cpu" else 14)]
 
     def shallow(make: Callable[..., SampleCall]) -> Callable[[int], SampleCall]:
@@ -78,7 +78,7 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Sample]:
     def short(make: Callable[..., SampleCall]) -> Callable[[int], SampleCall]:
         return lambda length: make(length, batch=2048 // length, width=32)
 
-    # By intensity, the samples keep about the same bytes, and do ever more operations with each.
+    # By intensity: about constant bytes, with growing operations per byte.
     products = [
         Sample("mm", FLOPS, powers, lambda size: maker.product((size, size), (size, size))),
         Sample("mm", INTENSITY, powers[:7], lambda size: maker.product((_NARROW, size), (size, _NARROW))),
@@ -136,7 +136,7 @@ class _Maker:
         return SampleCall(aten.convolution.default, (source, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1))
 
     def convolution_backward(self, size: int, side: int | None = None, images: int = 4) -> SampleCall:
-        # The result of the forward has the shape of its gradient, and stands for it.
+        # The result of the forward is used as its gradient, of the same shape.
         forward = self.convolution(size, side, images)
         source, weight = forward.args[:2]
         settings = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
@@ -152,8 +152,8 @@ class _Maker:
         forward = self.attention(size, batch, width)
         query, key, value = forward.args
         results = forward()
-        # The result, of the same shape, takes the place of its gradient. The GPU's kernel also returns the largest
-        # lengths (in results[:6]) and the seed and offset of dropout, which its backward takes behind the flags.
+        # The result is used as its gradient, of the same shape. The GPU's kernel also returns the largest lengths (in
+        # results[:6]) and the seed and offset of dropout, which its backward takes after the flags.
         if self.device.type == "cpu":
             op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
             return SampleCall(op, (results[0], query, key, value, *results, 0.0, False))
@@ -163,7 +163,7 @@ class _Maker:
     # By bytes
 
     def by_bytes(self) -> dict[str, Callable[[int], SampleCall]]:
-        """Return family -> maker of a call on about so many elements."""
+        """Return family -> function from a number of elements to a call of about that size."""
 
         def unary(op: OpOverload) -> Callable[[int], SampleCall]:
             return lambda size: SampleCall(op, (self.rows(size),))
@@ -254,7 +254,7 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "shift")
 
 
 def groupings(devices: int) -> list[Grouping]:
-    """Return all ways in which an axis of some mesh of so many devices splits them into groups, larger than one."""
+    """Return all groupings, with groups larger than one, by an axis of some mesh of `devices`."""
     sizes = [size for size in range(devices, 1, -1) if devices % size == 0]
     return [
         Grouping(size, stride)
@@ -272,7 +272,7 @@ def group(grouping: Grouping) -> Iterator[dist.ProcessGroup]:
     try:
         yield local
     finally:
-        # A group must not go while another of its processes is still in a collective.
+        # A group must not be destroyed while another of its processes is in a collective.
         dist.barrier()
         dist.destroy_process_group(local)
 
@@ -282,14 +282,14 @@ def make_collective(
 ) -> Callable[[], torch.Tensor]:
     """Return a function that starts a collective on `bytes` per rank, rounded up to equal parts for all ranks.
 
-    Its result has to be awaited.
+    The result has to be awaited.
     """
     size, name = group.size(), group.group_name
     # float32 elements, as many for every rank
     rows = max(1, -(-bytes // 4 // size)) * size
     tensor = torch.ones(rows, device=device)
     rank, ranks = group.rank(), range(size)
-    # Whole-tensor splits to one peer and from one: an all-to-all in which each rank sends to the next.
+    # Splits of an all-to-all in which each rank sends everything to the next.
     received, sent = ([rows * (peer == (rank + step) % size) for peer in ranks] for step in (-1, 1))
     arguments: dict[str, tuple[Any, ...]] = {
         "all_gather": (collectives.all_gather_into_tensor.default, size),
@@ -309,7 +309,7 @@ def make_blocking(start: Callable[[], torch.Tensor]) -> Callable[[], torch.Tenso
 
 
 def make_matmul(device: torch.device) -> Callable[[], object]:
-    """Return a function with a short stretch of compute, behind which a collective can start."""
+    """Return a function with a short computation, after which a collective can start."""
     left, right = torch.rand(2, 256, 256, device=device)
     return lambda: torch.mm(left, right)
 

@@ -1,4 +1,4 @@
-"""Shares of a batch, or of a dim that is split, for devices of different speed and memory (Whale, 3.3.1)."""
+"""Shares of a batch, or of a sharded dim, for devices of different speed and memory (Whale, 3.3.1)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autoshard.cluster.measurements import scaled_curves
 from autoshard.errors import BudgetError
 from autoshard.units import format_bytes
 
-# Relative difference below which two times are equal: they are quotients of the same numbers.
+# Relative difference below which two times are equal.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A device that takes a share, or a group of devices that works as one.
+    """A device with a share, or a group of devices that works as one.
 
     Attributes:
         speed: in any unit, the same for all, such as floating-point operations per second.
@@ -50,25 +50,24 @@ def workers_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[Worker, ...]:
 def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], float]) -> tuple[int, ...]:
     """Share `total` elements among workers in proportion to their speed, as far as their memory allows.
 
-    Elements that do not fit one worker go, one by one, to the workers with room that are done first. (The paper's
+    Elements that do not fit one worker go, one by one, to the workers with room that finish first. (The paper's
     algorithm shifts a whole overload at once, which may make one other worker late.)
 
     Args:
         total: elements, such as the samples of a batch.
         workers: one for every share.
-        memory_of: bytes that a worker holds with a share of so many elements; more elements never need less.
+        memory_of: number of elements -> bytes that a worker holds; never falls.
 
     Returns:
-        The share of every worker: whole numbers with the sum `total`, none of which needs more than the worker's
-        memory. Of these, the ones with which the slowest worker is done first; of these, the ones with the smallest sum
-        of differences from the proportions of the speeds. A worker that would be the slowest with a single element may
-        get zero.
+        The share of every worker: integers with the sum `total` that fit the workers' memory, with the shortest time of
+        the slowest worker and, among these, the smallest sum of differences from the proportions of the speeds. A
+        worker that would be the slowest with a single element may get zero.
 
     Raises:
         ValueError: `total` is negative, or `workers` is empty.
         BudgetError: the workers have no room for so many elements.
 
-    Source: Whale 3.3.1, Formula 1 and Algorithm 1, of whose answers these have the shortest step.
+    Source: Whale 3.3.1, Formula 1 and Algorithm 1; of its answers, the one with the shortest step.
     """
     if total < 0 or not workers:
         raise ValueError(f"total={total} among {len(workers)} workers: share some elements among one worker at least.")
@@ -76,7 +75,7 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
     if min(capacities) < 0 or sum(capacities) < total:
         raise _too_large_error(total, workers, capacities, memory_of)
     speeds = [worker.speed for worker in workers]
-    # First the shortest time, then, with as many elements per worker as that time allows, the proportions.
+    # First the shortest time; then, with as many elements per worker as that time allows, the proportions.
     fastest = _allocate_greedily(total, capacities, lambda place, count: count / speeds[place])
     latest = max(count / speed for count, speed in zip(fastest, speeds, strict=True)) * (1 + _ROUNDING)
     capacities = [min(most, math.floor(latest * speed)) for most, speed in zip(capacities, speeds, strict=True)]
@@ -88,7 +87,7 @@ def shares(total: int, workers: Sequence[Worker], memory_of: Callable[[int], flo
 
 
 def apportion(total: int, proportions: Sequence[int]) -> tuple[int, ...]:
-    """Return whole numbers with the sum `total`, in these proportions."""
+    """Return integers with the sum `total`, in these proportions."""
     return shares(total, [Worker(share) for share in proportions], lambda _: 0)
 
 
@@ -111,19 +110,18 @@ def equal_share_device(devices: Sequence[Device], shares: Sequence[int]) -> Devi
 
     Returns:
         The worst of every figure, scaled by the ratio of an equal share to the worker's: an operator takes as long as
-        on the worker that is last with it. Work that does not grow with a share is scaled as well, which affects the
-        choice of strategies only: the seconds of a plan are predicted for every worker by itself. The memory is the
-        smallest.
+        on the last worker. Work that does not grow with a share is scaled, too, which affects only the choice of
+        strategies: the seconds of a plan are predicted for every worker separately. The memory is the smallest.
     """
     equal = sum(shares) / len(shares)
     return Device.slowest([scaled_device(device, equal / share) for device, share in zip(devices, shares, strict=True)])
 
 
 def _allocate_greedily(total: int, capacities: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
-    """Give elements out one by one, each to the place where it costs least; the first of equals.
+    """Assign elements one by one, each to the cheapest place, the first of equals.
 
-    `price(place, count)` is that of the last of `count` elements at a place. It never falls as they become more, so
-    that the greedy choice has the smallest sum of prices, and the smallest largest price, too.
+    `price(place, count)` is the price of the last of `count` elements at a place, and never falls with `count`, so the
+    greedy choice minimises both the sum of prices and the largest price.
     """
     counts = [0] * len(capacities)
     heap = [(price(place, 1), place) for place, most in enumerate(capacities) if most]
@@ -131,14 +129,14 @@ def _allocate_greedily(total: int, capacities: Sequence[int], price: Callable[[i
     for _ in range(total):
         _, place = heapq.heappop(heap)
         counts[place] += 1
-        # A place that is full gets no further price.
+        # A full place takes no more.
         if counts[place] < capacities[place]:
             heapq.heappush(heap, (price(place, counts[place] + 1), place))
     return counts
 
 
 def _most_elements(total: int, memory: float, memory_of: Callable[[int], float]) -> int:
-    """Return the most elements, up to `total`, that a memory holds; -1 where it is too small even for none."""
+    """Return the most elements, up to `total`, that fit a memory; -1 if not even zero elements fit."""
     # Bisection: memory never falls with the elements, and each evaluation may replay a plan.
     low, high = -1, total
     while low < high:

@@ -1,1 +1,1 @@
-"""Live tensors of a step, their bytes, the optimizer's memory, and the search for a plan within a limit."""
+"""Live tensors of a step, their bytes, and the optimizer's memory."""

@@ -15,13 +15,13 @@ AllocationKind = Literal[
 
 KINDS: tuple[AllocationKind, ...] = get_args(AllocationKind)
 AT_REST: frozenset[AllocationKind] = frozenset({"parameter", "optimizer", "buffer", "input"})
-"""What an input of the step holds, from before it to behind it."""
+"""Kinds of inputs of the step, which are held throughout."""
 DescribeMoment = Callable[[int], tuple[str, str, str]]
 """The phase, the path of the module, and the operator that run at a moment."""
 
 Source = Literal["saved", "gathered", "gathered again", "run again", "host"]
-"""Where the backward half has from what the forward half made: kept on the device, as a `"saved"` tensor or a
-`"gathered"` copy; made again, by a collective or by operators; or from the host.
+"""How the backward half gets a value of the forward half: kept on the device, as a `"saved"` tensor or a `"gathered"`
+copy; recomputed, by a collective (`"gathered again"`) or by operators (`"run again"`); or copied from the host.
 """
 
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -36,7 +36,7 @@ class Allocation(NamedTuple):
         name: of the tensor, for reports.
         bytes: held by one device.
         start: the first moment (position in the order of execution) at which it is held.
-        end: the first moment at which it is held no more.
+        end: the first moment at which it is no longer held.
         kind: its purpose. An `"output"` is what `forward` returns. A `"saved"` tensor is made by the forward half and
             read by the backward half, `"gathered"` is a copy of a parameter or input, `"communication"` is a buffer of
             another reshard or of a bucket of gradients, `"temporary"` is any other intermediate result.
@@ -52,7 +52,7 @@ class Allocation(NamedTuple):
 
 
 def peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
-    """Return the most bytes held at one moment and the first such moment; (0, 0) where nothing is held."""
+    """Return the peak in bytes and its first moment; (0, 0) where nothing is held."""
     changes: dict[int, int] = {}
     for _, size, start, end, *_ in allocations:
         if size and start < end:
@@ -81,11 +81,11 @@ def kept_by_module(allocations: Iterable[Allocation], border: int, under_way: in
     Args:
         allocations: of the step.
         border: the first moment of the backward half.
-        under_way: runs that are under way at once: of what is there before the border, the allocations are of them all.
+        under_way: concurrent runs (microbatches): allocations from before the border count the bytes of all of them.
     """
     kept: dict[str, dict[Source, int]] = {}
     for _, size, start, end, kind, module in allocations:
-        # What the last operator of the forward half saves may be seen at the border first.
+        # A tensor saved by the last operator of the forward half may start at the border.
         if size and end > border and ((kind == "saved" and start <= border) or (kind == "gathered" and start < border)):
             of_module = kept.setdefault(module, {})
             of_module[kind] = of_module.get(kind, 0) + size * (under_way if start == border else 1)
@@ -111,7 +111,7 @@ def live_bytes(allocations: Iterable[Allocation], moments: int) -> np.ndarray:
 
 
 def changes_by_kind(allocations: Iterable[Allocation]) -> dict[AllocationKind, np.ndarray]:
-    """Return for every kind that is held the moments at which its bytes change, and its bytes from each of them on.
+    """Return, for every kind held, the moments at which its bytes change, and its bytes from each of them on.
 
     Returns:
         Kind -> an array of shape `(changes, 2)`: moment and bytes, in order.
@@ -142,11 +142,11 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """Tensors that the forward half of a step keeps for the backward half, of equal layers.
+    """Tensors of equal layers that the forward half of a step saves for the backward half.
 
     Attributes:
-        module: path of the modules, `*` for the numbers of the layers.
-        operator: makes the tensors.
+        module: path of the modules, with `*` for layer indices.
+        operator: the operator that makes the tensors.
         line: the line of the model that calls it, such as `model.py:12 (y = x + 1)`; empty if it is not known.
         count: the number of modules.
         bytes: held by one device for each of them.
@@ -173,14 +173,13 @@ class Memory:
         module: path of the module that runs at the peak, `""` for the root.
         operator: the operator that runs at the peak.
         largest: the largest tensors that are held at the peak.
-        modules: path of a module -> bytes of its own at the moment of the peak, by kind.
+        modules: path of a module -> its bytes at the moment of the peak, by kind.
         saved: the saved tensors at the moment of the peak, by the operators that make them.
-        host: bytes that are kept on the host of the device: tensors between the halves of the step, and state of the
-            optimizer; no part of the others.
-        host_optimizer: those of them for the optimizer: its state there, and copies of gradients and parameters.
-        sources: path of a module -> bytes that the backward half of a run reads of what the forward half made there, by
-            where it has them from (`SOURCES`). Those of `"run again"` are of the results that are made again, in place
-            of being kept.
+        host: bytes on the host, not included in the others: tensors between the halves of the step, and state of the
+            optimizer.
+        host_optimizer: the bytes of `host` for the optimizer: its state, and copies of gradients and parameters.
+        sources: path of a module -> bytes that the module made in the forward half and the backward half of a run
+            reads, by how it gets them (`SOURCES`). `"run again"` counts results that are recomputed instead of kept.
     """
 
     parameters: int = 0
@@ -222,7 +221,7 @@ class Memory:
             gradients=totals["gradient"],
             optimizer=totals["optimizer"],
             buffers=totals["buffer"],
-            # The activations have a peak of their own, which may be at another moment than the whole peak.
+            # The peak of activations may be at another moment than the total peak.
             activations=peak(allocation for allocation in allocations if allocation.kind not in lasting)[0],
             peak=most,
             held={kind: held for kind, held in bytes_by_kind(live, moment).items() if held},

@@ -20,14 +20,14 @@ class OptimizerMemory:
 
     Attributes:
         name: as the user gave it, or `""`.
-        copies: number of tensors in the state of the parameter's size and dtype.
-        bytes_per_element: further bytes of state for every element of a parameter.
-        numbers: number of float32 scalars for every parameter, such as its count of steps.
-        factored: True if the state is one row and one column for every matrix, instead of a tensor (Adafactor).
+        copies: number of state tensors of the parameter's size and dtype.
+        bytes_per_element: further bytes of state per element of a parameter.
+        numbers: number of float32 scalars per parameter, such as its step count.
+        factored: True if the state is one row and one column per matrix, instead of a tensor (Adafactor).
         temporaries: tensors of a parameter's size that are alive together while that parameter is updated.
         left: number of these that are still alive while the next parameter is updated.
-        together: temporaries of every parameter at once under `foreach`.
-        foreach: True if all parameters are updated with one call for each operator.
+        together: under `foreach`, number of temporaries of every parameter that are alive at once.
+        foreach: True if one call of each operator updates all parameters.
     """
 
     name: str = ""
@@ -66,7 +66,7 @@ class OptimizerMemory:
 
     def step_bytes(self, held: Sequence[int]) -> int:
         """Return the bytes of temporaries during a step, given the bytes of every trained parameter on the device."""
-        # One call for each operator has results for all parameters at once.
+        # One call of each operator has results for all parameters at once.
         if self.foreach:
             return self.together * sum(held)
         updates = pairwise((0, *held))  # a parameter, after the one whose temporaries are still there
@@ -95,14 +95,14 @@ _KNOWN = {
 def optimizer_memory(
     optimizer: str | type[Optimizer] | Optimizer | None, bytes_per_element: float | None, foreach: bool
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer that is known by name, or by its bytes for every element.
+    """Return the memory of an optimizer given by name, or by its bytes per element.
 
     Args:
         optimizer: a name such as `"adamw"`, `"momentum"` (SGD with momentum) or `"adafactor"`, a class of
             `torch.optim`, or an instance of one; AdamW by default.
-        bytes_per_element: in place of a name, the bytes of state of an optimizer of another kind for every element of
-            a trained parameter. Its temporaries are assumed to be Adam's.
-        foreach: True if all parameters are updated with one call for each operator, torch's default on accelerators.
+        bytes_per_element: for any other optimizer, in place of a name, its bytes of state per element of a trained
+            parameter. Its temporaries are assumed to be Adam's.
+        foreach: True if one call of each operator updates all parameters, torch's default on accelerators.
 
     Raises:
         PlanError: the optimizer is not known, both are given, or `bytes_per_element` is negative.

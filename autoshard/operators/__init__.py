@@ -1,8 +1,8 @@
-"""Operators of our own: kernel, backward, sharding rule, variants and price of each, and what it stands for in models.
+"""Operators of our own: kernel, backward, sharding rule, variants and price of each, and what it replaces in models.
 
 A module or a folder for each. Importing the room defines the operators, registers their rules and prices, and installs
-in `capture` what takes the place of torch's functions. Every door of the library comes to captures by way of rooms
-that import this one; a capture without it is an error.
+in `capture` the replacements of torch's functions. Every entry point of the library imports it before a capture; a
+capture without it is an error.
 """
 
 from __future__ import annotations

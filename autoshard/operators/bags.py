@@ -1,6 +1,6 @@
 """Bags of embeddings of one size: `[B, K]` indices of rows of a table `[V, D]`.
 
-ATen's operators take bags of any sizes one after another in one dim, in which no shard knows its borders. Where the
+ATen's operators take bags of any sizes concatenated in one dim, in which a shard does not know its bags. Where the
 indices are a matrix, every row is a bag: bags are sharded as any batch is. No operator makes a tensor `[B, K, D]`.
 """
 
@@ -28,12 +28,12 @@ bags = torch.ops.autoshard
 
 
 def _offsets(indices: Tensor) -> Tensor:
-    """Return the position in the flattened indices at which every bag begins."""
+    """Return the start of every bag in the flattened indices."""
     return torch.arange(0, indices.numel(), indices.shape[1], device=indices.device)
 
 
 def _bags(table: Tensor, indices: Tensor, weights: Tensor | None, mode: int, padding: int) -> Tensor:
-    """Return the sum or mean of the rows of every bag, `[B, D]`, without rows at the index `padding`."""
+    """Return the sum or mean of the rows of every bag, `[B, D]`, ignoring the index `padding`."""
     flat = None if weights is None else weights.reshape(-1)
     result: Tensor = aten._embedding_bag_forward_only(
         table, indices.reshape(-1), _offsets(indices), False, mode, False, flat, False, padding
@@ -45,7 +45,7 @@ def _per_index(grad: Tensor, indices: Tensor, mode: int, padding: int) -> Tensor
     """Return the gradient of each row of a bag, without its weight, `[B, D]`."""
     if mode == SUM:
         return grad
-    # A bag of padding alone has a sum of zero, which is divided by one.
+    # A bag of only padding has sum 0, which is divided by 1.
     count = (indices != padding).sum(1, keepdim=True).clamp_min(1)
     return grad / count.to(grad.dtype)
 
@@ -55,8 +55,8 @@ def _bags_backward(grad: Tensor, indices: Tensor, weights: Tensor | None, rows: 
     offsets = _offsets(indices)
     bag = torch.arange(indices.shape[0], device=indices.device).repeat_interleave(indices.shape[1])
     flat = None if weights is None else weights.reshape(-1)
-    # `_per_index` has divided the gradients of means: as sums, they need neither sizes of bags nor indices of maxima,
-    # in whose places are zeros.
+    # `_per_index` has divided the gradients of means. As sums, they need neither sizes of bags nor indices of maxima:
+    # pass zeros for these.
     result: Tensor = aten._embedding_bag_dense_backward(
         *(_per_index(grad, indices, mode, padding), indices.reshape(-1), bag),
         *(torch.zeros_like(offsets), torch.zeros_like(offsets), rows, False, SUM, flat, padding),
@@ -125,7 +125,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Return `torch.nn.functional.embedding_bag`, computed by the operators of this file where they can."""
+    """Return `torch.nn.functional.embedding_bag`, computed by the operators of this file where possible."""
     if input.dim() != 2 or offsets is not None or mode == "max" or scale_grad_by_freq or sparse or max_norm is not None:
         return functional.embedding_bag(
             *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
@@ -136,8 +136,8 @@ def embedding_bag(
     return result
 
 
-# Bags, vocabulary and embedding dim may be sharded; a rank that holds a stretch of the vocabulary adds up those rows
-# of every bag that it has.
+# Bags, vocabulary and embedding dim may be sharded; a rank sums the rows of every bag within its stretch of the
+# vocabulary.
 
 _OPERAND_DIMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": "b d"}
 
@@ -145,7 +145,7 @@ _OPERAND_DIMS = {"table": "v^ d", "indices": "b k!", "weights": "b k!", "grad": 
 @rule_maker("autoshard::bags")
 def bags_rule(call: OpCall) -> Rule:
     """Sums or means of the rows of every bag; linear in the table."""
-    # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+    # Rows of other ranks are read as this rank's first row, which may be padding, with weight 0.
     return bind_named(
         call, _OPERAND_DIMS, ["b d"], linear=[{"table"}], local=_local_bags, uneven=("b", "d"), fill={"v": 0.0}
     )

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 
 def attend(query: Tensor, *operands: Any, **options: Any) -> Tensor:
-    """Return `torch.nn.functional.scaled_dot_product_attention` in code that is traced and was not exported."""
-    # Exported nodes note the dtype of their result; here it is that of autocast, where autocast acts.
+    """Return `torch.nn.functional.scaled_dot_product_attention` in code that is traced without export."""
+    # Exported nodes record the dtype of their result; here autocast determines it.
     cast = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if cast else query.dtype
     return attention(query, *operands, **options, dtype=dtype)
@@ -40,8 +40,8 @@ def gaussian_nll_loss(
     Negative variances count as `eps`, as all variances below it do.
 
     Raises:
-        ValueError: `var` has another shape than `input`, and than `input` with the last dim left out or one dim of
-            size one; or `reduction` is not "none", "mean" or "sum".
+        ValueError: `var` has neither the shape of `input`, nor that shape without the last dim or with one dim of size
+            1; or `reduction` is not "none", "mean" or "sum".
     """
     if not isinstance(var, Tensor):
         return functional.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
@@ -55,7 +55,7 @@ def gaussian_nll_loss(
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'gaussian_nll_loss: reduction={reduction!r} is none of "none", "mean" and "sum".')
-    # As in torch, a variance that is raised to eps keeps its gradient: `clamp` alone would drop it.
+    # As in torch, a variance that is raised to eps keeps its gradient, which `clamp` would drop.
     var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (var.log() + (input - target).square() / var)
     if full:
@@ -67,12 +67,12 @@ _Layer = Callable[..., Any]
 
 
 def _layer_on_batches(torchs: Callable[..., Any], layer: _Layer) -> _Layer:
-    """Return a recurrent layer that is ours when it is called on a batch, and torch's otherwise."""
+    """Return a function that runs our recurrent layer on a batch, and torch's otherwise."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Called on a batch, a layer takes input, states, weights, and a bool for biases; called on packed sequences, it
-        # takes the sizes of their steps besides. torch would run every time step of a layer on fake tensors. Under
-        # autocast it has to: the exported node alone tells the dtype of the result, and is replaced later.
+        # On a batch, a layer takes input, states, weights, and a bool for biases; on packed sequences, it also takes
+        # the sizes of their steps. torch would run every time step of a layer on fake tensors. Under autocast it has
+        # to: only the exported node tells the dtype of the result, and it is replaced later.
         is_batch = len(args) == 9 and isinstance(args[3], bool)
         if is_batch and not torch.is_autocast_enabled(args[0].device.type):
             return layer(*args, dtype=args[0].dtype)
@@ -95,9 +95,9 @@ CALLED_AS: dict[Any, Callable[..., Any]] = {
     functional.gaussian_nll_loss: gaussian_nll_loss,
     **{torchs: _layer_on_batches(torchs, layer) for torchs, layer in _LAYERS.items()},
 }
-"""What is called in the place of torch's functions while code is exported."""
+"""torch's function -> its replacement while code is exported."""
 
-# Functions by the operators that they replace; each takes the dtype that `torch.export` noted of the result.
+# Operator -> the function that replaces it, which takes the dtype of the result that `torch.export` recorded.
 _TRACED_AS: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: rms_norm,
     aten.lstm_cell.default: lstm_cell,
@@ -115,7 +115,7 @@ def replace_composites(graph: fx.Graph) -> None:
     read = set(map(base_of, stride_readers))
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         node.target = attention_with_dropout if argument_of(node, "dropout_p", 0.0) else attention
-        # The order of memory costs a copy where kernels leave another one.
+        # The memory order costs a copy where kernels return another one.
         order = {"order": _memory_order(node.meta["val"])} if node in read else {}
         node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype, **order}
     _make_gradients_dense(graph)
@@ -126,12 +126,12 @@ def replace_composites(graph: fx.Graph) -> None:
             node.kwargs = {**node.kwargs, "dtype": (value if isinstance(value, Tensor) else value[0]).dtype}
 
 
-# Operators that raise an error, or give other numbers, where a tensor has other strides than torch.export noted.
+# Operators that fail, or give other results, if a tensor has other strides than those recorded by torch.export.
 _STRIDE_READERS = (aten.view.default, aten.as_strided.default)
 
 
 def _memory_order(value: Tensor) -> tuple[int, ...]:
-    """Return the dims of a tensor that have more than one element, from the outermost in memory to the innermost."""
+    """Return the dims of a tensor larger than 1, in memory order, outermost first."""
     sizes, strides = (list(map(_in_example, numbers)) for numbers in (value.shape, value.stride()))
     return tuple(sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: -strides[dim]))
 
@@ -150,7 +150,7 @@ _SPARSE_FLAGS = {
 
 
 def _make_gradients_dense(graph: fx.Graph) -> None:
-    """Have operators compute dense gradients where they are asked for sparse ones, with one warning."""
+    """Make operators compute dense gradients in place of sparse ones, with one warning."""
     sparse = [node for target in _SPARSE_FLAGS for node in graph.find_nodes(op="call_function", target=target)]
     sparse = [node for node in sparse if argument_of(node, _SPARSE_FLAGS[node.target], False)]
     for node in sparse:

@@ -1,7 +1,7 @@
 """Connectionist temporal classification.
 
 ATen's operator also returns a table as wide as the longest target, which a graph of fixed shapes cannot hold. Here the
-backward computes the table again.
+backward recomputes the table.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def ctc_loss(
     if single and targets.dim() == 1:
         targets = targets.unsqueeze(0)
     loss: Tensor = losses.ctc_loss(samples, targets, *lengths, blank, zero_infinity)
-    # ATen's kernel of the loss leaves infinities; torch replaces them here, too.
+    # ATen's kernel of the loss returns infinities; as in torch, replace them here.
     if zero_infinity:
         loss = torch.where(loss == torch.inf, 0.0, loss)
     if reduction in (1, "mean"):
@@ -90,7 +90,7 @@ def _as_tensor(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Return lengths as a tensor."""
     if isinstance(lengths, Tensor):
         return lengths
-    # Operators make the numbers: `torch.tensor` would be a constant of the graph, on one device.
+    # By operators, since `torch.tensor` would be a constant of the graph, on one device.
     if len(set(lengths)) == 1:
         return torch.full((len(lengths),), lengths[0], device=device)
     return torch.cat([torch.full((1,), length, device=device) for length in lengths])
@@ -101,9 +101,9 @@ def _as_tensor(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 @rule_maker("autoshard::ctc_loss", "autoshard::ctc_loss_backward")
 def ctc_loss_rule(call: OpCall) -> Rule:
-    """Loss of every sample, and the gradient of the log-probabilities, which is linear in the incoming one.
+    """Loss of every sample, and the gradient of the log-probabilities, linear in the incoming gradient.
 
-    Targets that stand in one row, one sample after another, are cut by lengths that are not known: all stays whole.
+    Concatenated targets are split by unknown lengths, so everything is whole.
     """
     rows = len(shape_of(call, "targets")) == 2
     items = {"log_probs": "t! n c!", "targets": "n s!" if rows else "s!", "grad": "n"}
@@ -111,5 +111,5 @@ def ctc_loss_rule(call: OpCall) -> Rule:
     backward = call.is_backward
     result = items["log_probs"] if backward else "n"
     linear = [{"grad"}] if backward else []
-    # A sample that is padding has no steps and no targets.
+    # A padding sample has no steps and no targets.
     return bind_named(call, items, [result], linear=linear, whole=() if rows else ("n",), fill={"n": 0.0})

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation.
 
-GPUs have a kernel for it, the CPU has none: traced on the CPU it would be five operators, each of which reads and
-writes the whole tensor wherever the graph runs.
+GPUs have a kernel for it, the CPU has none: traced on the CPU it would be five operators that each read and write the
+whole tensor wherever the graph runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autoshard.patterns.registry import rule_maker
 
 aten = torch.ops.aten
 operators = torch.ops.autoshard
-"""`rms_norm`: the result, and the reciprocal of the root `[..., 1, ...]` in the dtype that it is computed in.
+"""`rms_norm`: the result, and the reciprocal of the root `[..., 1, ...]` in the dtype in which it is computed.
 
-`rms_norm_backward`: the gradients of input and weight that `output_mask` asks for; the others have no elements.
+`rms_norm_backward`: the gradients of input and weight selected by `output_mask`; the others are empty.
 """
 
 
 def _has_kernel(x: Tensor, weight: Tensor | None) -> bool:
-    # torch's kernel takes a weight of the dtype of the input alone.
+    # torch's kernel requires a weight with the dtype of the input.
     return x.device.type == "cuda" and (weight is None or weight.dtype == x.dtype)
 
 
@@ -92,7 +92,7 @@ define(
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.shape, weight, _ = inputs
-    # The reciprocal root is for the backward alone. Without materialised gradients, no zeros are made for it.
+    # The reciprocal root is only for the backward. Without materialised gradients, no zeros are made for it.
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[1], weight)
@@ -122,7 +122,7 @@ def rms_norm(
 
     Args:
         x, normalized_shape, weight, eps: as of the ATen operator.
-        dtype: of the result, as `torch.export` noted it: under autocast, the dtype in which norms are computed.
+        dtype: of the result, as recorded by `torch.export`: under autocast, the dtype in which norms are computed.
     """
     # Contiguous, as the results of `_rms_norm_like` are, whichever kernel runs.
     eps = torch.finfo(accumulation_dtype(dtype)).eps if eps is None else eps

@@ -1,4 +1,4 @@
-"""What captures put in the place of torch's functions, in order."""
+"""The replacements of torch's functions in captures, in order."""
 
 from __future__ import annotations
 

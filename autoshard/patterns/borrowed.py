@@ -1,4 +1,4 @@
-"""Rules of operators that have none in the registry: borrowed from torch, or whole on every rank.
+"""Rules of operators without a registered rule: borrowed from torch's strategies, or replicated.
 
 Torch's registry holds DTensor's own strategies and those that users add with `torch.distributed.tensor.experimental.
 register_sharding`. A strategy places operands and results on one axis; here each becomes a factor, or a linear set.
@@ -47,7 +47,7 @@ class TorchStrategy:
     Attributes:
         operands: of every tensor operand, in the order of `OpCall.operands`.
         results: of every result; None for a result that is no tensor.
-        strided: the shards may as well be strided ones.
+        strided: True if the shards may also be strided.
     """
 
     operands: tuple[Placement, ...]
@@ -61,10 +61,9 @@ def is_registered(op: OpOverload) -> bool:
 
 
 def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
-    """The strategies of torch for a call, each once; none where none are registered.
+    """The distinct strategies of torch for a call; none where none are registered.
 
-    Torch is asked about a mesh of one device, which divides every dim: which sizes of an axis divide what, is another
-    question.
+    They are those for a mesh of one device, which divides every dim. Divisibility by an axis is checked elsewhere.
 
     Raises:
         Exception: whatever the registered function raises on a call that it does not expect.
@@ -77,12 +76,12 @@ def torch_strategies(call: OpCall) -> tuple[TorchStrategy, ...]:
             if mesh_strategy_function(call.op)
             else ()
         )
-        # Torch lists the same placements several times where operands may be broadcast.
+        # Torch repeats placements where operands may be broadcast.
         return tuple(dict.fromkeys(strategies))
 
 
 def _single_axis_strategies(call: OpCall) -> Iterator[TorchStrategy]:
-    """From a function that speaks of one axis: results first, then operands, shards of any kind as placeholders."""
+    """Strategies of a single-axis function: rows of results, then operands; placeholders are any kind of shard."""
     placer = single_axis_strategy_function(call.op)
     assert placer is not None
     args, kwargs = _arguments(call, lambda meta: dtensor_meta(meta.shape, meta.dtype), tuple)
@@ -94,7 +93,7 @@ def _single_axis_strategies(call: OpCall) -> Iterator[TorchStrategy]:
 
 
 def _mesh_strategies(call: OpCall) -> Iterator[TorchStrategy]:
-    """From a function that speaks of a whole mesh, asked about every placement of every operand."""
+    """Strategies of a whole-mesh function, called with every placement of every operand."""
     placer = mesh_strategy_function(call.op)
     assert placer is not None
 
@@ -136,16 +135,16 @@ def _arguments(
 def _strategy(
     call: OpCall, results: list[Placement | None], operands: list[Placement | None], strided: bool
 ) -> TorchStrategy:
-    """A strategy with one placement for every operand: those of arguments that are no tensors are left out.
+    """A strategy with one placement per tensor operand, without those of other arguments.
 
     Raises:
         ValueError: there are more or fewer operands than the call has.
     """
-    # `register_sharding` asks for a None at every argument that is no tensor.
+    # `register_sharding` requires a None for every argument that is not a tensor.
     ins = tuple(placement for placement in operands if placement is not None)
     if len(ins) != len(call.operands):
         raise ValueError(f"it places {len(ins)} operands of a call with {len(call.operands)}.")
-    # An operator with one result that is a list of tensors places all of them alike; one without any has none to place.
+    # An operator whose one result is a list of tensors has one placement for all of them.
     outs = tuple(results) if len(results) == len(call.results) else (*results, None)[:1] * len(call.results)
 
     def from_start(placement: Any, meta: TensorMeta | None) -> Any:
@@ -158,27 +157,27 @@ def _strategy(
     )
 
 
-# Rules made of that.
+# Rules from torch's strategies.
 
 NOT_LINEAR = {"aten::linalg__powsum": "torch lets partial sums through, and takes powers of the terms"}
-"""Operators whose strategies for partial sums are not borrowed, since they compute something else, and why."""
+"""Operators whose strategies for partial sums are wrong and not borrowed, and why."""
 
 
 def may_borrow(op: OpOverload) -> bool:
-    """Return True if torch has strategies for an operator whose program is the operator itself, run on shards.
+    """Return True if torch has strategies for an operator, and runs the operator itself on shards.
 
-    Not so where DTensor changes arguments on the way; nor for what draws at random, for which DTensor has generators of
-    its own, and which would draw the same on every shard.
+    False where DTensor changes arguments, and for random operators: DTensor has its own generators for them, and the
+    plain operator would draw the same numbers on every shard.
     """
     return is_registered(op) and runs_unchanged(op) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def borrowed_rule(call: OpCall) -> Rule | None:
-    """The rule that torch's strategies for a call make; None where there are none that split anything.
+    """The rule made of torch's strategies for a call; None where none of them splits anything.
 
-    Shards are even. What has no counterpart here is left out: averages, maxima and the like that pass through an
-    operator, partial operands beside sharded ones, and strategies under which the operator, run on shards, does not
-    make shards of its results: these need arguments changed.
+    Shards are even. Strategies without a counterpart are dropped: averages, maxima and the like that pass through an
+    operator, partial operands beside sharded ones, and strategies under which the operator does not turn shards into
+    shards of its results, since arguments would have to change.
     """
     if not may_borrow(call.op) or not all(isinstance(size, int) for meta in call.operands for size in meta.shape):
         return None
@@ -200,7 +199,7 @@ def _rule_from_strategies(call: OpCall, strategies: tuple[TorchStrategy, ...]) -
     loops = [loop for each in strategies if (loop := _strategy_loop(each, call)) and _makes_shards(loop, call)]
     if not loops and not linear:
         return None
-    # Loops that meet in a dim are implementations of their own: an operator may offer x[i] alone, or x[i] with y[i].
+    # Loops with a common dim go to different variants: an operator may offer x[i] alone, or x[i] with y[i].
     groups: list[list[_StrategyLoop]] = [[]]
     for loop in loops:
         apart = (group for group in groups if not any(loop.places & other.places for other in group))
@@ -220,11 +219,11 @@ class _StrategyLoop:
     """One strategy that shards operands.
 
     Attributes:
-        operands: the dim that is sharded of every operand, None where the operand is replicated.
+        operands: the sharded dim of every operand; None where it is replicated.
         results: likewise of every result.
-        reductions: of every result, the partial result that is left, if any.
+        reductions: the reduction of every partial result; None for others.
         size: of the dims.
-        strided: they may be strided shards.
+        strided: True if the shards may be strided.
     """
 
     operands: tuple[int | None, ...]
@@ -243,7 +242,7 @@ class _StrategyLoop:
 
 
 def _linear_operands(strategy: TorchStrategy) -> frozenset[int]:
-    """The operands that are partial sums where these pass to every result, and all else is replicated; else none."""
+    """The operands that are partial sums, if all results then are and all else is replicated; else none."""
     partial = frozenset(index for index, place in enumerate(strategy.operands) if _reduction_of(place) == "sum")
     whole = all(type(place) is Replicate for index, place in enumerate(strategy.operands) if index not in partial)
     results = [place for place in strategy.results if place is not None]
@@ -251,7 +250,7 @@ def _linear_operands(strategy: TorchStrategy) -> frozenset[int]:
 
 
 def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | None:
-    """The strategy as a loop; None where it shards no operand, or places anything as no loop does."""
+    """The strategy as a loop; None where it shards no operand, or has placements that a loop cannot express."""
     if not all(type(place) in (Shard, Replicate) for place in strategy.operands):
         return None
     placed = [place for place in strategy.results if place is not None]
@@ -265,20 +264,20 @@ def _strategy_loop(strategy: TorchStrategy, call: OpCall) -> _StrategyLoop | Non
         for place, meta in zip(side, metas, strict=True)
         if type(place) is Shard and meta is not None
     }
-    # Dims of other sizes are no one loop; a dim of size one lies on one rank alone, which no placement here says.
+    # Dims of unequal sizes are not one loop; a shard of a dim of size 1 is on one rank, which has no placement here.
     if all(dim is None for dim in operands) or len(sizes) != 1 or 1 in sizes:
         return None
     return _StrategyLoop(operands, results, tuple(map(_reduction_of, strategy.results)), sizes.pop(), strategy.strided)
 
 
 def _reduction_of(place: Placement | None) -> str | None:
-    """The reduction of a partial result; None for other placements, and for partial results with data of their own."""
+    """The reduction of a `Partial`; None for other placements, subclasses of `Partial` included."""
     return place.reduce_op if isinstance(place, Partial) and type(place) is Partial else None
 
 
 def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
-    """Return True if the operator, on shards and with its arguments as they are, makes shards of its results."""
-    # By as few ranks as divide the loop, so that a shard is unlike the whole and unlike dims of size one.
+    """Return True if the operator with unchanged arguments turns shards into shards of its results."""
+    # The smallest divisor of the loop, so that a shard differs from the whole and from a dim of size 1.
     share = next((each for each in range(2, math.isqrt(loop.size) + 1) if loop.size % each == 0), loop.size)
 
     def local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -302,7 +301,7 @@ def _makes_shards(loop: _StrategyLoop, call: OpCall) -> bool:
 
 
 def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
-    """A name for every loop: the first operand that it shards and the dim there, such as `x0`."""
+    """A name for every loop: the first operand that it shards and the dim, such as `x0`."""
     arguments = call.argument_names
     owners = []
     for name, value in (*zip(arguments, call.args, strict=False), *call.kwargs):
@@ -318,7 +317,7 @@ def _names(loops: Sequence[_StrategyLoop], call: OpCall) -> Iterator[str]:
 def _rule_from_loops(
     call: OpCall, loops: Sequence[tuple[str, _StrategyLoop]], linear: Sequence[frozenset[int]]
 ) -> Rule:
-    """The rule with these loops; dims that none of them shards are whole."""
+    """The rule with these loops; all other dims are whole."""
     sizes = {name: loop.size for name, loop in loops}
     whole: dict[str, int] = {}
 
@@ -345,11 +344,11 @@ def _rule_from_loops(
     )
 
 
-# Operators that neither this library nor torch knows how to split.
+# Operators for which neither this library nor torch has a rule.
 
 
 def whole_rule(call: OpCall) -> Rule:
-    """Everything replicated. What an operator draws at random, every rank has from the first."""
+    """The rule that replicates everything; results of random operators are broadcast from the first rank."""
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     operands = tuple(((),) * len(meta.shape) for meta in call.operands)
     results = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.results)
@@ -357,10 +356,10 @@ def whole_rule(call: OpCall) -> Rule:
 
 
 def batch_rule(call: OpCall) -> str:
-    """The rule in text of an operator whose samples, the steps of dim 0, are independent; empty where there is none.
+    """The text of a rule that splits samples (dim 0) if they are independent; empty where there is none.
 
-    Whether they are, only who wrote the operator can say. Dims count as samples that are as long as dim 0 of the first
-    result, or of the first operand where that result has no dims; a result without samples is a sum over them.
+    Only the author of the operator knows whether they are. Dims of samples are those as long as dim 0 of the first
+    result, or of the first operand where that result has no dims. A result without samples is a sum over them.
     """
     tensors = [*call.results, *call.operands]
     size = next((meta.shape[0] for meta in tensors if meta is not None and meta.shape), 1)
@@ -387,7 +386,7 @@ def batch_advice(name: str, rule: str) -> str:
 
 
 def _keep_first_rank_results(call: LocalCall) -> Any:
-    """Run the operator on every rank, and keep the first rank's results: the others' generators are not like its."""
+    """Run the operator on every rank and keep the first rank's results, since generators differ between ranks."""
     results = call.run()
     if not isinstance(results, tuple):
         return _broadcast_from_first(call, results)
@@ -395,15 +394,15 @@ def _keep_first_rank_results(call: LocalCall) -> Any:
 
 
 def _broadcast_from_first(call: LocalCall, value: Any) -> Any:
-    """The value that the rank at coordinate zero of every axis has: a sum in which the others hold zero."""
+    """Broadcast from the rank at coordinate 0 of every axis, as a sum in which other ranks hold zeros."""
     emit = call.emit
     dtype = value.dtype
-    if dtype is torch.bool:  # truth values do not add up
+    if dtype is torch.bool:  # booleans cannot be summed
         value = value.to(torch.uint8)
     for axis, size in enumerate(call.mesh.sizes):
         if size > 1:
             first = emit.coordinate(axis).eq(0)
-            # `where`, not a product: what is no number on another rank must not become a summand.
+            # `where`, not a product: a NaN on another rank must not be summed.
             kept = emit.where(first, value, emit.zeros_like(value))
             value = emit.collective(collectives.all_reduce.default, kept, "sum", axis=axis)
     return value.to(dtype)

@@ -21,15 +21,15 @@ from autoshard.specs.spec import Spec, block_of, is_shard, split_factor_of
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """One choice for everything that a joint graph leaves open.
+    """A strategy or spec for everything that a joint graph does not fix.
 
     Attributes:
         choices: operator node -> its strategy, one choice per mesh axis.
-        rest: placeholder node -> the spec in which the tensor lies before the step.
-        outputs: output name -> the spec in which it is handed back.
-        hubs: value, with `@forward` or `@backward` where the phases differ -> the spec that its uses share, so
-            that one reshard serves them all.
-        hosted: placeholder nodes of the parameters whose optimizer state is on the host, and updates there.
+        rest: placeholder node -> the spec of the tensor before the step.
+        outputs: output name -> the spec in which it is returned.
+        hubs: value, with `@forward` or `@backward` where the phases differ -> the spec of the copy that its uses
+            share, so that one reshard serves them all.
+        hosted: placeholder nodes of the parameters that are updated on the host, with their optimizer state there.
     """
 
     choices: dict[str, Choices] = field(default_factory=dict)
@@ -66,12 +66,12 @@ class Decisions:
                 f"the plan's decisions cannot be read ({reason_of(error)}): was the file edited?"
             ) from error
         except (KeyError, TypeError, AttributeError) as error:
-            # What Python says of a missing key or a wrong type tells a user nothing.
+            # Python's message about a missing key or a wrong type tells a user nothing.
             raise PlanError("the plan's decisions cannot be read: was the file edited?") from error
 
 
 def _choices(name: str, choices: Any) -> Choices:
-    """Choices as they are read; `ValueError` unless they are a list of whole numbers."""
+    """Choices from JSON; `ValueError` unless they are a list of integers."""
     if not isinstance(choices, list) or any(type(choice) is not int for choice in choices):
         raise ValueError(f"the choices of {name} are {choices!r}, and have to be a list of whole numbers")
     return tuple(choices)
@@ -83,11 +83,11 @@ def phase_of(output: JointOutput) -> str:
 
 
 class StrategySpecs:
-    """The specs in which strategies take operands and leave results: made once for all operators that choose alike."""
+    """The specs of operands and results under strategies, cached for all operators with one rule and choice."""
 
     def __init__(self, mesh: MeshShape) -> None:
         self._mesh = mesh
-        # By the identity of rules, which layers share; the values keep them alive.
+        # By identity of rules, which layers share; the values keep the rules alive.
         self._known: dict[tuple[int, Choices], tuple[Rule, _SpecsOfOperator]] = {}
 
     def of(self, rule: Rule, choices: Choices) -> _SpecsOfOperator:
@@ -104,7 +104,7 @@ _SpecsOfOperator = tuple[tuple[Spec, ...], tuple[Spec, ...]]
 
 
 class Flow:
-    """The specs in which every tensor of a joint graph is made and wanted under some decisions.
+    """The specs in which every tensor of a joint graph is produced and consumed under some decisions.
 
     Args:
         rules: the graph and its rules.
@@ -129,11 +129,11 @@ class Flow:
         return self.rules.graph
 
     def at(self, sizes: Sizes) -> Flow:
-        """The same decisions at sizes that stand for all, where sizes are dynamic: what a program is made of.
+        """The same decisions with dynamic sizes taken at `sizes`, representative of all sizes of a program.
 
-        Strategies are named by factors, which are the same at all sizes. The spec of a shared copy is that of the
-        tensor's maker, or of the first of its users, that has the same at the example's sizes; where none has, and it
-        is more than a dim cut into stretches, there is no such copy, and every user reshards for itself.
+        Strategies are in terms of factors, which are the same at all sizes. The spec of a shared copy is that of the
+        tensor's producer, or of its first user, with an equal spec at the example's sizes. Where there is none and the
+        spec does more than split dims into contiguous shards, there is no shared copy, and every user reshards.
         """
         if self.graph.dynamic is None:
             return self
@@ -159,7 +159,7 @@ class Flow:
         return next(alike, spec if plain and len(dims) == len(set(dims)) else None)
 
     def produced_spec(self, value: Value) -> Spec:
-        """The spec in which a tensor is made, or lies before the step."""
+        """The spec in which a tensor is produced, or held before the step."""
         return self._specs_of(value.node)[1][value.result]
 
     def consumed_spec(self, node: fx.Node, operand: int) -> Spec:
@@ -183,7 +183,7 @@ class Flow:
         return specs
 
     def output_spec(self, output: JointOutput) -> Spec:
-        """The spec in which the step hands an output back."""
+        """The spec in which the step returns an output."""
         if output.kind == "output":
             return self.decisions.outputs[output.name]
         return self.decisions.rest[self._input_nodes[output.name]]
@@ -197,15 +197,15 @@ class Flow:
         return None
 
     def reshards(self, value: Value, phase: str, target: Spec) -> list[tuple[str, Spec, Spec]]:
-        """The reshards from where a value is made to where it is wanted: (key of the copy, from, to).
+        """The reshards from the spec in which a value is produced to `target`: (key of the copy, from, to).
 
-        Equal keys are one reshard, whose result serves every use.
+        Reshards with equal keys are one, whose result serves every use.
         """
         node, index = value
         spec, hub = self._specs_of(node)[1][index], self.hub(value, phase)
         if target is spec and (hub is None or hub[1] is spec):
             return []
-        # The key is of the phase, where forward and backward make copies of their own.
+        # The key names the phase where forward and backward have separate copies.
         key, shared = (value.name, spec) if hub is None else hub
         reshards = []
         if shared is not spec:

@@ -1,11 +1,10 @@
 """Operators of local programs that exchange tensors among ranks, whether a process holds one rank or all of them.
 
-`define` makes operators with collectives inside: a local program as a graph grows with every operator that it emits, so
-where a loop exchanges something at every step, the loop is one operator, defined by a program on tensors.
+`define` makes operators with collectives inside. A loop that exchanges something at every step would emit many graph
+nodes; instead it is one operator, defined by a program on tensors.
 
-`shift` hands a tensor on round a ring, and `exchange` sends as many rows as the data says. They are operators of their
-own because the functional exchange of torch takes the split sizes of one rank, which a program for all ranks can not
-hold.
+`shift` passes a tensor along a ring, and `exchange` sends as many rows as the data says. They are operators because
+torch's functional all-to-all takes the split sizes of one rank, which a program for all ranks cannot contain.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def define_operator(
 
     Args:
         schema: its name, arguments and results, as `torch.library.Library.define` takes them.
-        program: its program on tensors, which makes new ones.
-        shapes: the results on arguments without numbers.
-        on_all_ranks: where one process holds all ranks: `(mode, op, types, args, kwargs)`, as a torch dispatch rule
-            takes them; by default the program is run for every rank.
+        program: its program on tensors, which returns new ones.
+        shapes: returns the results for fake arguments.
+        on_all_ranks: the torch dispatch rule `(mode, op, types, args, kwargs)` for a process that holds all ranks; by
+            default the program is run for every rank.
     """
     op: OpOverload = operator_library.define(schema, program, shapes)
     if on_all_ranks is not None:
@@ -56,16 +55,16 @@ CollectiveRunner = Callable[..., Tensor]
 
 
 def define(schema: str, program: Callable[..., Any], shapes: Callable[..., Any]) -> OpOverload:
-    """Define an operator of the `autoshard` namespace that exchanges inside.
+    """Define an operator of the `autoshard` namespace with collectives inside.
 
     Args:
         schema, shapes: as in `define_operator`.
-        program: its program on one rank, on the arguments, and the keyword `collective`, by which it exchanges. It
-            makes new tensors, and does the same on all ranks.
+        program: its program on one rank: takes the arguments and the keyword `collective`, which runs collectives. It
+            returns new tensors, and issues the same collectives on all ranks.
     """
 
     def on_all_ranks(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Not one call for each rank, which could not meet, but one for all.
+        # One call for all ranks: calls per rank would each wait for the others.
         with LocalTensorMode(mode.ranks):
             return program(*args, **kwargs or {}, collective=_run)
 
@@ -75,7 +74,7 @@ def define(schema: str, program: Callable[..., Any], shapes: Callable[..., Any])
 
 
 def program_of(op: Any) -> Callable[..., Any] | None:
-    """The program of an operator that exchanges inside; None for any other."""
+    """The program of an operator with collectives inside; None for any other."""
     return _programs.get(op)
 
 
@@ -87,7 +86,7 @@ def _run(op: OpOverload, value: Tensor, *args: Any) -> Tensor:
 
 
 def split_sizes(rows: int, steps: int, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Rows that a rank of a ring receives from every rank, and those that it sends to every rank."""
+    """The numbers of rows that a rank of a ring receives from every rank and sends to every rank."""
     received, sent = [0] * size, [0] * size
     received[(rank - steps) % size] = rows
     sent[(rank + steps) % size] = rows
@@ -95,13 +94,13 @@ def split_sizes(rows: int, steps: int, rank: int, size: int) -> tuple[list[int],
 
 
 def _shift(value: Tensor, steps: int, group: str) -> Tensor:
-    """All rows go to one rank and come from one rank, which backends send from point to point."""
+    """All rows go to one rank and come from one rank, which backends send point to point."""
     sizes = split_sizes(value.shape[0], steps, *rank_and_size(group))
     return collectives.all_to_all_single(value, *sizes, group)
 
 
 def _shift_on_all_ranks(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
-    """In torch's own collectives, which one process for all ranks knows: all have everything, and pick theirs."""
+    """By torch's own collectives, which `LocalTensor` supports: gather everything, and pick each rank's part."""
     value, steps, group = args
     rows, (_, size) = value.shape[0], rank_and_size(group)
     with LocalTensorMode(mode.ranks):
@@ -117,36 +116,36 @@ shift = define_operator(
     lambda value, steps, group: torch.empty_like(value),
     _shift_on_all_ranks,
 )
-"""`shift(input, steps, group)`: what the rank `steps` places before this one in the group has, round the end.
+"""`shift(input, steps, group)`: the input of the rank `steps` places before this one in the group, cyclically.
 
-The result has to be awaited (`collectives.wait_tensor`) as that of any functional collective. `input` is contiguous,
-has a dim at least, and one shape on all ranks.
+The result has to be awaited (`collectives.wait_tensor`), as that of any functional collective. `input` is contiguous,
+has at least one dim, and has the same shape on all ranks.
 """
 
 
 def lower_shifts(graph: fx.Graph) -> None:
-    """Replace every `shift` by the exchange that this rank makes."""
-    # A compiler may use the memory of a tensor again that nobody seems to read any more; of torch's own collectives it
-    # knows that they read it until they are awaited.
+    """Replace every `shift` by this rank's all-to-all."""
+    # A compiler may reuse the memory of an operand that is read no more. It knows that torch's own collectives read
+    # theirs until they are awaited.
     for node in graph.find_nodes(op="call_function", target=shift):
         value, steps, group = node.args
         assert isinstance(value, fx.Node)
         with graph.inserting_before(node):
-            rows: Any = graph.call_function(torch.ops.aten.sym_size.int, (value, 0))  # another one in other calls
+            rows: Any = graph.call_function(torch.ops.aten.sym_size.int, (value, 0))  # differs between calls
         rows.meta["val"] = value.meta["val"].shape[0]
         sizes = split_sizes(rows, steps, *rank_and_size(group))
         node.target, node.args = collectives.all_to_all_single.default, (value, *sizes, group)
 
 
 def shift_axes(sizes: Sequence[int]) -> list[int]:
-    """Rings within rings: the axis to shift along at every step, so that each rank meets what each other one held.
+    """Nested rings: the axis to shift along at every step, so that every rank sees the tensors of all others.
 
     Args:
         sizes: of the axes, outermost first.
 
     Returns:
-        As many axes as there are ranks, less one. The innermost axis goes round but for one step, then the next one
-        takes one step, and so on.
+        One axis for each of the ranks but one. The innermost axis takes all steps of its ring but the last, then the
+        next axis takes one step, and so on.
     """
     inner = [math.prod(sizes[axis:]) for axis in range(len(sizes))]
     return [
@@ -158,20 +157,20 @@ def shift_axes(sizes: Sequence[int]) -> list[int]:
 
 
 def exchange_rows(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_name: str) -> Tensor:
-    """Send every rank of a line the rows of its groups; or send what has arrived back to where it came from.
+    """Send every rank of a line the rows of its groups; or send received rows back to their sources.
 
     Args:
-        rows: `[S, ...]`, sorted by the rank that they go to.
-        splits: `[2, groups]`: rows of every group that this rank sends, and rows that have arrived, for every rank that
-            sent them as many numbers as this rank has groups. They are read on the host: it waits for them.
+        rows: `[S, ...]`, sorted by destination rank.
+        splits: `[2, groups]`: the rows of every group that this rank sends; and the rows that it receives, for every
+            source rank one number per group of this rank. They are read on the host, which waits for them.
         ranks: number of ranks on the line.
-        back: True if the rows go back.
+        back: True if the rows are sent back.
         group_name: name of the line's process group.
 
     Returns:
-        The rows that arrive, sorted by the rank that they come from.
+        The received rows, sorted by source rank.
     """
-    # The host waits here: the sizes of the exchange are numbers of its call.
+    # The host waits here: the call takes the split sizes as numbers.
     sent, received = splits.view(2, ranks, -1).sum(2).tolist()
     if back:
         sent, received = received, sent
@@ -181,12 +180,12 @@ def exchange_rows(rows: Tensor, splits: Tensor, ranks: int, back: bool, group_na
 
 
 def _arrivals(received: Tensor, ranks: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts by group the rows that arrive sorted by rank, and where each group then ends (int32).
+    """The permutation that sorts received rows from by rank to by group, and the end of each group (int32).
 
     Args:
-        received: `[ranks * groups]`: how many rows of every group of this rank come from every rank.
+        received: `[ranks * groups]`: the number of rows of every group of this rank that come from every rank.
         ranks: number of ranks on the line.
-        rows: how many rows arrive where all ranks get equally many, which plans count on.
+        rows: the number of received rows if all ranks get equally many, as plans assume.
     """
     counts = received.view(ranks, -1)
     groups = torch.arange(counts.shape[1], device=received.device).repeat(ranks)
@@ -197,13 +196,13 @@ define_operator(
     "exchange(Tensor rows, Tensor splits, int ranks, bool back, str group_name) -> Tensor",
     exchange_rows,
     lambda rows, *_: rows.new_empty(rows.shape),
-    # Not one call for each rank, which could not meet, but one for all.
+    # One call for all ranks: calls per rank would each wait for the others.
     lambda mode, op, types, args=(), kwargs=None: exchange_rows(*args, **kwargs or {}),
 )
 define_operator(
     "arrivals(Tensor received, int ranks, int rows) -> (Tensor, Tensor)",
     _arrivals,
-    # As many rows as plans count on: how many really arrive, only data tells.
+    # The number of rows that plans assume; the real number depends on data.
     lambda received, ranks, rows: (
         received.new_empty(rows),
         received.new_empty(received.shape[0] // ranks, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""The rules of a whole joint graph: every operator's factors, cut where some view of the graph cuts them."""
+"""The rules of a whole joint graph: every operator's factors, split where a view of the graph splits them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Use(NamedTuple):
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that an FX node stands for: `getitem` names a result of its operand."""
+    """The tensor that an FX node stands for: `getitem` is a result of its operand."""
     if node.op == "call_function" and node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
@@ -75,7 +75,7 @@ def value_of(node: fx.Node) -> Value:
 
 
 def uncast(node: fx.Node) -> fx.Node:
-    """The node that a node is in another dtype, or itself: a policy of precisions casts parameters."""
+    """The node before any dtype casts: mixed precision casts parameters."""
     while node.target is torch.ops.aten._to_copy.default:
         (node,) = node.all_input_nodes
     return node
@@ -104,21 +104,20 @@ class GraphRules:
 
     Attributes:
         graph: the joint graph.
-        operators: the nodes that compute, in the order in which they run: the forward ones first; `getitem` is not
-            among them.
-        calls: the call that each operator makes.
-        rules: its rule, refined by the cuts that travel through the graph.
-        generic: sizes that stand for all that calls may have, where some are dynamic: no axis divides them, and they
-            equal no other size of the graph. What rules are made of does not depend on the example's then.
+        operators: the nodes that compute, without `getitem`, in execution order: forward first.
+        calls: the call of each operator.
+        rules: the rule of each operator, refined by the cuts that propagate through the graph.
+        generic: values for dynamic sizes that no axis divides and that equal no other size of the graph, so that rules
+            do not depend on the example's values.
         unknown: names of operators without a rule, which are replicated, and how often they are called.
-        batch_rules: for each of them, the rule in text that would split its batch if samples are independent; empty
+        batch_rules: for each of them, the text of a rule that would split its batch if samples are independent; empty
             where no dim looks like one of samples.
         uses: for every value, where it is used.
-        outputs_of: for every value that the step hands back, the outputs that it is.
+        outputs_of: for every value that the step returns, the outputs that it is.
 
     Args:
         graph: the joint graph.
-        mesh: the mesh axes, whose sizes say which cuts are of use.
+        mesh: the mesh axes, whose sizes tell which cuts are useful.
     """
 
     def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
@@ -126,7 +125,7 @@ class GraphRules:
         calls = (node for node in graph.graph.nodes if node.op == "call_function")
         computing = (node for node in calls if node.target is not operator.getitem)
         self.operators: tuple[fx.Node, ...] = tuple(sorted(computing, key=lambda node: graph.phase(node) == "backward"))
-        # Equal calls are one object, so that work is done once for each.
+        # Equal calls are one object, so that work is done once.
         interned: dict[OpCall, OpCall] = {}
         self.generic: Sizes = {} if graph.dynamic is None else generic_sizes(graph, mesh)
         known: dict[fx.Node, Any] = {}
@@ -144,7 +143,7 @@ class GraphRules:
             plain[node] = rule
         for source in graph.inputs:
             plain[source.node] = _tensor_rule(at(Value(source.node).meta, self.generic))
-        # Cuts travel through the variants, too, so that these come first.
+        # Cuts propagate through variants, too, so add these first.
         plain = with_variants(plain, self.calls, self.operands, self.outputs_of)
         cuts = useful_cuts(CutPropagation(self.dims(plain), plain, self._input_cuts()).solve(), plain, mesh)
         # By identity: rules are shared already, and comparing them is slow.
@@ -160,7 +159,7 @@ class GraphRules:
             self._substitute_sizes(graph.dynamic.example)
 
     def reuse_from(self, other: GraphRules) -> None:
-        """Take the calls and rules of another graph for equal ones, so that what was worked out for them serves both.
+        """Replace calls and rules by equal objects of another graph, so that cached results serve both.
 
         Args:
             other: the calls and rules of another graph on the same mesh.
@@ -178,18 +177,18 @@ class GraphRules:
         return rules
 
     def _substitute_sizes(self, sizes: Sizes) -> None:
-        """Count all dynamic sizes at `sizes`; what was one object stays one."""
+        """Substitute all dynamic sizes; what was one object stays one."""
         substituted: dict[int, Any] = {}
         for each in (*self.calls.values(), *self.rules.values()):
             substituted.setdefault(id(each), at(each, sizes))
         self.calls = {node: substituted[id(call)] for node, call in self.calls.items()}
         self.rules = {node: substituted[id(rule)] for node, rule in self.rules.items()}
-        # What was found of the other sizes is not of these.
+        # Cached results hold for the former sizes only.
         for name in ("propagation", "_routed_propagation"):
             self.__dict__.pop(name, None)
 
     def pin_spec(self, node: fx.Node, mesh: MeshShape) -> Spec | None:
-        """The spec that the user pinned this node to with `autoshard.shard`, if it is such a node.
+        """The spec that the user pinned this node to with `autoshard.shard`, if any.
 
         Raises:
             HintError: the placements do not fit the tensor or the mesh.
@@ -211,15 +210,15 @@ class GraphRules:
     def first_parameter_uses(self) -> dict[tuple[fx.Node, str], int]:
         """The first operator of each half that computes with a parameter.
 
-        Keys are nodes that are a parameter, or made of one alone by `PREPARATIONS`, with `"forward"` or `"backward"`;
-        values are numbers of operators.
+        Keys are nodes of parameters, or of values made from one parameter by `PREPARATIONS`, with `"forward"` or
+        `"backward"`; values are indices of operators.
         """
         prepared = {source.node for source in self.graph.inputs if source.kind == "parameter"}
         for node in self.operators:
             if node.target in PREPARATIONS and prepared.issuperset(value.node for value in self.operands[node]):
                 prepared.add(node)
         needs: dict[tuple[fx.Node, str], int] = {}
-        # Backwards: what is made before who made it.
+        # Reversed: results before their producers.
         for number, node in reversed(tuple(enumerate(self.operators))):
             passed = {half: needs[node, half] for half in ("forward", "backward") if (node, half) in needs}
             first = passed if node in prepared else {self.graph.phase(node): number}
@@ -235,17 +234,17 @@ class GraphRules:
         return {node: placements for node, placements in pins if placements is not None}
 
     def original_draw(self, node: fx.Node) -> fx.Node | None:
-        """The operator of the forward half that draws numbers and that an operator runs again, if it does."""
+        """The random operator of the forward half that this operator reruns, if it is such a rerun."""
         if RECOMPUTES not in node.meta or not is_random(node):
             return None
         call = self.calls[node]
-        # Attention, whose kernels could drop and do not.
+        # Attention without dropout draws nothing.
         if "dropout_p" in call.argument_names and call.arg("dropout_p") == 0:
             return None
         return self._by_name.get(node.meta[RECOMPUTES])
 
     def first_with_seed(self, node: fx.Node) -> fx.Node | None:
-        """The first attention that drops weights by the same seed as another: it drops the same ones if split alike."""
+        """The first attention with the same dropout seed: it drops the same weights if split in the same way."""
         return self._by_seed.get(node)
 
     @cached_property
@@ -263,7 +262,7 @@ class GraphRules:
         return {node.name: node for node in self.operators}
 
     def _input_cuts(self) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-        """Return the cuts of dims of placeholders that there are in any case."""
+        """Return the cuts of dims of placeholders that do not come from views."""
         cuts = {} if self.graph.dynamic is None else self.graph.dynamic.cuts
         return {
             source.node: {
@@ -289,9 +288,9 @@ class GraphRules:
 
     @cached_property
     def zeros(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """The operands of every operator that hold zeros in their padding, however they are sharded.
+        """For every operator, which operands have zeros in their padding however they are sharded.
 
-        The tensors that the step is given are padded with zeros, and so is what is sliced of a larger tensor.
+        Inputs of the step are padded with zeros, and so are slices of a larger tensor.
         """
         known = {Value(source.node) for source in self.graph.inputs}
         by_node: dict[fx.Node, tuple[bool, ...]] = {}
@@ -304,7 +303,7 @@ class GraphRules:
 
     @cached_property
     def unreduced(self) -> frozenset[Value]:
-        """Values on the way to a gradient whose partial sums are added later, in another dtype."""
+        """Values on the way to a gradient whose partial sums are reduced later, in another dtype."""
         partial: set[Value] = set()
         waiting = [node for node in self.operators if node.meta.get(REDUCED) == "here"]
         while waiting:
@@ -316,7 +315,7 @@ class GraphRules:
         return frozenset(partial)
 
     def restores_dtype(self, node: fx.Node) -> bool:
-        """Return True if an operator casts a gradient back that was reduced in another dtype."""
+        """Return True if an operator casts a gradient back after its reduction in another dtype."""
         return bool(node.meta.get(REDUCED) == "before")
 
     @cached_property
@@ -341,12 +340,12 @@ class GraphRules:
         return {node: tuple(map(value_of, operand_nodes(node))) for node in self.operators}
 
     def batch_factors(self) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator those of its factors whose splitting splits the batch.
+        """Return, for every operator, the factors whose sharding splits the batch.
 
-        The batch is the first dim of the inputs: of those whose first dim has the size that most of them have. It is
-        followed along dims that are the same factor, through views, into results and gradients, to where it is summed.
-        A factor that stands for the batch and for dims inside it (rows of a flattened batch of sequences) is the
-        batch's: its blocks are of whole samples first. One that has the batch inside is not.
+        The batch is the first dim of the inputs whose first dim has the most common size. It is followed through dims
+        of the same factor, views, results and gradients, up to where it is summed. A factor with the batch outermost
+        (rows of a flattened batch of sequences) counts, since its blocks are of whole samples first. A factor with the
+        batch further inside does not.
 
         Source: Whale 3.1.2: each replica consumes its part of the mini-batch.
         """
@@ -359,7 +358,7 @@ class GraphRules:
         return [node for name, node in inputs.items() if name in names]
 
     def batch_dims(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-        """Return the dim of the batch of every node that has it outermost in a dim."""
+        """Return the batch dim of every node that has one: the dim in which the batch is outermost."""
         factors, dims = self.batch_factors(), dict[fx.Node, int]()
         for node in nodes:
             value = value_of(node)
@@ -370,12 +369,12 @@ class GraphRules:
         return dims
 
     def factors_along(self, parts: Iterable[DimPart]) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator the offered factors that run over one of these parts of dims, outermost."""
+        """Return, for every operator, the offered factors that have one of these parts of dims outermost."""
         parts = list(parts)
         found = self.propagation.solve(parts)
         if self._routed_propagation is None:
             return found
-        # Rows that are sent to groups have other loops.
+        # Rows sent to groups have other loops.
         for node, factors in self._routed_propagation.solve(parts).items():
             variant, offered = self._routed_propagation.rules[node], offered_factors(self.rules[node])
             names = {variant.factors[factor].name for factor in factors}
@@ -385,12 +384,12 @@ class GraphRules:
 
     @cached_property
     def propagation(self) -> DimPropagation:
-        """Follows dims through the graph."""
+        """The propagation of dims through the graph."""
         return DimPropagation(self.dims(), self.rules)
 
     @cached_property
     def _routed_propagation(self) -> DimPropagation | None:
-        """The same along the rows that are sent to groups; None if none are."""
+        """The propagation along rows that are sent to groups; None if there are none."""
         variants = {
             node: variant
             for node, rule in self.rules.items()
@@ -403,13 +402,13 @@ class GraphRules:
         return DimPropagation(self.dims(rules), rules)
 
     def dims(self, rules: Mapping[fx.Node, Rule] | None = None) -> Iterator[list[DimFactors]]:
-        """Yield for every dim of every tensor the descriptions of it by the operators that touch it.
+        """Yield, for every dim of every tensor, its factors in the rule of each operator that touches it.
 
         Args:
-            rules: of all nodes, whose factors describe the dims; by default the refined ones.
+            rules: rules of all nodes; by default the refined ones.
 
         Yields:
-            The operators, each with the factors that it takes the dim for, major to minor.
+            The operators, each with the dim's factors in its rule, major to minor.
         """
         rules = self.rules if rules is None else rules
         gradients: dict[fx.Node, list[Value]] = defaultdict(list)
@@ -428,11 +427,11 @@ class GraphRules:
         partners: Mapping[fx.Node, Sequence[Value]],
         rules: Mapping[fx.Node, Rule] | None = None,
     ) -> list[tuple[fx.Node, Dims | None]]:
-        """Return the dims of a value as its maker, its users and the makers of its partners know them.
+        """Return the dims of a value in the rules of its producer, its users and the producers of its partners.
 
         Args:
             value: the tensor.
-            partners: for inputs of the step, the values of the same dims that are handed back in their place.
+            partners: for inputs of the step, values with the same dims that are returned for them, such as gradients.
             rules: rules of all nodes; by default the refined ones.
         """
         rules = self.rules if rules is None else rules
@@ -476,7 +475,7 @@ def pinned_spec(placements: Sequence[Placement], shape: tuple[int, ...], mesh: M
 
 
 def _rule_key(rule: Rule) -> tuple[object, ...]:
-    """Return a key that rules share which say and run the same: equality knows no local programs."""
+    """Return a key of a rule with its local programs, which equality ignores."""
     return rule, rule.local, *(variant.local for variant in rule.variants)
 
 
@@ -487,23 +486,22 @@ def _tensor_rule(meta: TensorMeta) -> Rule:
     return Rule(factors, (), (dims,), free=True)
 
 
-# Sizes that stand for all that calls may have, where sizes are dynamic.
+# Generic sizes: values of dynamic sizes that represent all others.
 
 
-# Of values for each symbol; a guess that works.
-_TRIES = 4096
+_TRIES = 4096  # values for each symbol
 
 
 def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None = None) -> Sizes:
-    """Values for the symbols of a graph, near the example's, that nothing but themselves is equal to.
+    """Values for the symbols of a graph, near the example's, without accidental equalities.
 
-    No mesh axis divides them, and no static size of the graph equals them, so that a program made for them takes
-    nothing for equal, or for even, that at other sizes is not.
+    No mesh axis divides them, and no static size of the graph equals them, so that a program made for them treats no
+    sizes as equal or even that are not at other values.
 
     Args:
         graph: a graph with dynamic sizes.
         mesh: the mesh axes.
-        other_than: values that are to be others, as far as there are such.
+        other_than: values to avoid where possible.
 
     Raises:
         InputError: the range in which the graph holds has no such value.
@@ -520,7 +518,7 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
     }
     shapes = [expr for dims in dynamic.dims.values() for expr in dims.values()]
     values = dict(dynamic.example)
-    # One after the other, each near the example's: the range of one may depend on the others.
+    # One at a time, near the example's value: the range of one may depend on the others.
     for name in values:
         low, high = dynamic.ranges[name]
         for value in itertools.islice(_near(max(values[name], 2 * mesh.size + 1), low, high), _TRIES):
@@ -532,7 +530,7 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
                 values = candidate
                 break
         else:
-            # Another value than the avoided one is wanted only as far as there is any.
+            # Avoid the value only if there is another one.
             if name in avoided:
                 values = values | {name: avoided[name]}
                 continue
@@ -545,6 +543,6 @@ def generic_sizes(graph: JointGraph, mesh: MeshShape, other_than: Sizes | None =
 
 
 def _near(start: int, low: int, high: int | None) -> Iterator[int]:
-    """Numbers from low to high, those from `start` on first, then those below it."""
+    """Numbers from `low` to `high`: first upwards from `start`, then downwards below it."""
     above = itertools.count(start) if high is None else range(start, high + 1)
     return itertools.chain(above, range(min(start, start if high is None else high), low - 1, -1))

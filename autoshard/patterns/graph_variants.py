@@ -19,7 +19,7 @@ _functions: list[Variants] = []
 
 
 def graph_variants(function: Variants) -> Variants:
-    """Decorate a function that adds variants to the rules of a graph; arguments as of `with_variants`."""
+    """Register a function that adds variants to the rules of a graph; arguments as of `with_variants`."""
     _functions.append(function)
     return function
 
@@ -29,9 +29,9 @@ def with_variants(rules: Rules, calls: Calls, operands: Operands, outputs: Itera
 
     Args:
         rules: of every node.
-        calls: of every operator, in the order in which they run.
+        calls: of every operator, in execution order.
         operands: the tensors that every operator takes.
-        outputs: the tensors that leave the graph.
+        outputs: the tensors that the graph returns.
     """
     found, outputs = dict(rules), tuple(outputs)
     for function in _functions:

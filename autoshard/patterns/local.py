@@ -1,6 +1,6 @@
 """Local programs: one operator call as one rank runs it, on values that read like tensors.
 
-Every operation on a `LocalValue` is an operator given to an emitter; a `LocalCall` holds the local operands and shapes.
+Every operation on a `LocalValue` emits an operator; a `LocalCall` holds the local operands and shapes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["LocalValue", "TorchEmitter", "unwrap"]
 class LocalValue:
     """A tensor of one rank in a local program.
 
-    `x + y` emits the operator that torch's `+` stands for: the overload for tensors or, if `y` is a number, that for
-    numbers. Every operator of ATen is a method: `x.sum([0])`.
+    `x + y` emits `aten.add`: the overload for tensors or, if `y` is a number, for scalars. Every operator of ATen is a
+    method: `x.sum([0])`.
 
     Attributes:
         emit: the emitter that made it.
-        raw: the value as the emitter below knows it, such as an FX node.
+        raw: the value of the base emitter, such as an FX node.
     """
 
     __slots__ = ("emit", "raw")
@@ -57,7 +57,7 @@ class LocalValue:
         return partial(getattr(self.emit, name), self)
 
     def to(self, dtype: torch.dtype) -> LocalValue:
-        """The value in an element type; the value itself where it is in it already."""
+        """The value in a dtype; the value itself if it has that dtype."""
         value: LocalValue = self if self.dtype == dtype else self.emit._to_copy(self, dtype=dtype)
         return value
 
@@ -94,12 +94,12 @@ class LocalValue:
 class TorchEmitter:
     """Emits local programs that read like torch: `emit.rsqrt(variance + eps)`.
 
-    Every operator of ATen is a method. Of its overloads, the first in torch's order is taken whose schema fits the
-    arguments, so `emit.max(x)` is `aten.max.default` and `emit.max(x, 0)` is `aten.max.dim`. Arguments are those of
-    the schema. Operators of other namespaces, and overloads by name, are emitted by `call`.
+    Every operator of ATen is a method, with the arguments of its schema. It emits the first overload, in torch's order,
+    whose schema fits the arguments: `emit.max(x)` is `aten.max.default` and `emit.max(x, 0)` is `aten.max.dim`. `call`
+    emits operators of other namespaces, and overloads by name.
 
     Args:
-        base: the emitter that takes the operators; any will do.
+        base: any emitter, which takes the operators.
     """
 
     def __init__(self, base: Emitter) -> None:
@@ -114,7 +114,7 @@ class TorchEmitter:
         return partial(self._aten, name)
 
     def _aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Resolved by kinds of arguments, not by values, so that one look-up serves all calls of a kind.
+        # Resolve by kinds of arguments, not by values, so that the cache serves all calls of a kind.
         keywords = tuple((keyword, _kind(value)) for keyword, value in kwargs.items())
         return self.call(_resolve(name, tuple(map(_kind, args)), keywords), *args, **kwargs)
 
@@ -124,7 +124,7 @@ class TorchEmitter:
         return tuple(map(self.wrap, result)) if isinstance(result, tuple) else self.wrap(result)
 
     def wrap(self, raw: Any) -> Any:
-        """A value of the emitter below as one of this emitter; None, for a result that is not there, stays None."""
+        """Wrap a value of the base emitter; None, for a missing result, stays None."""
         return raw if raw is None or isinstance(raw, LocalValue) else LocalValue(self, raw)
 
     def collective(self, op: Any, value: Any, *args: Any, axis: int) -> Any:
@@ -145,7 +145,7 @@ class TorchEmitter:
 
 
 def unwrap(value: Any) -> Any:
-    """A value, or several in lists and tuples, as the emitter below knows them."""
+    """Unwrap a value, or those in lists and tuples, to values of the base emitter."""
     if isinstance(value, LocalValue):
         return value.raw
     if isinstance(value, list):
@@ -156,14 +156,14 @@ def unwrap(value: Any) -> Any:
 
 
 _TENSOR, _TENSORS, _NUMBERS, _DTYPE, _TEXT, _PLAIN, _NONE = range(7)
-"""The kinds of arguments that tell overloads apart."""
+"""The kinds of arguments by which overloads differ."""
 
 
 def _kind(value: Any) -> int:
     if isinstance(value, LocalValue):
         return _TENSOR
     if isinstance(value, (list, tuple)):
-        # An empty list counts as one of numbers, of which ATen takes many; no operator joins no tensors.
+        # An empty list counts as numbers: many operators take one, and none takes an empty list of tensors.
         return _TENSORS if any(isinstance(item, LocalValue) for item in value) else _NUMBERS
     if value is None:
         return _NONE
@@ -205,7 +205,7 @@ def _schema_kinds(declared: str) -> tuple[int, ...]:
         return (*_schema_kinds(declared[len("Optional[") : -1]), _NONE)
     if declared == "Tensor":
         return (_TENSOR,)
-    # Names of dims are texts, too; torch 2.12 lists `select.Dimname` before `select.int`.
+    # Dim names are strings, too; torch 2.12 lists `select.Dimname` before `select.int`.
     if "str" in declared:
         return (_TEXT,) if declared == "str" else ()
     if declared.startswith("List["):
@@ -268,14 +268,14 @@ class LocalCall:
         """Return the row-major index of this rank among the ranks of `axes`.
 
         Args:
-            axes: numbers of mesh axes, the outermost first.
+            axes: indices of mesh axes, outermost first.
             host: True for a value on the host, False for one on the program's device.
 
         Returns:
             A 0-d int64 value; None without axes.
         """
         index = None
-        # By name: a number would take mul.Scalar, and an emitter of unequal shares reads starts off mul.Tensor.
+        # An explicit overload: a number would resolve to mul.Scalar, but unequal shares are found by mul.Tensor.
         for axis in axes:
             coordinate = self.emit.host_coordinate(axis) if host else self.emit.coordinate(axis)
             if index is None:
@@ -307,10 +307,10 @@ class LocalCall:
 
         Args:
             op: the operator to run, whose first arguments are those of the call; the call's operator by default.
-            operands: values of the tensors; the local operands by default.
+            operands: tensor arguments; the local operands by default.
             changed: arguments by their schema name.
         """
-        # In the order of `OpCall.operands`, which is that in which `local` meets them.
+        # In the order of `OpCall.operands`, as `local` visits them.
         values = iter(self._in_captured_layout(self.operands if operands is None else operands))
 
         def local(value: Any) -> Any:
@@ -325,7 +325,7 @@ class LocalCall:
         op = self.call.op if op is None else op
         names = [argument.name for argument in op._schema.arguments]
         if not self.call.operands and "device" in names:
-            # A captured graph names no device for an operator that makes a tensor out of none.
+            # A captured graph names no device for factory operators.
             changed = {"device": self.emit.home, **changed}
         for name, value in changed.items():
             position = names.index(name)
@@ -336,7 +336,7 @@ class LocalCall:
         return self.emit.call(op, *args, **kwargs)
 
     def _in_captured_layout(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the first value, a matrix, contiguous or not as it was in the captured graph, where that matters."""
+        """Return the values, the first, a matrix, with its layout in the captured graph where that matters."""
         if self.call.name not in FACTORS_BY_LAYOUT:
             return values
         matrix, *others = values
@@ -347,5 +347,5 @@ class LocalCall:
 
 
 def emit_program(call: LocalCall) -> Any:
-    """Emit the rule's own program, or the operator itself on the shards, for a call whose operands are filled."""
+    """Emit the rule's local program or, without one, the operator itself on the shards."""
     return unwrap(call.run() if call.rule.local is None else call.rule.local(call))

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process: an emitter whose values are one tensor per rank. No process group needed."""
+"""All ranks of a mesh in one process, without process groups: an emitter whose values are one tensor per rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Lockstep:
         return PerRank(tuple(outputs))
 
     def _run_collective_op(self, program: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A program with collectives inside, run once on tensors that are those of all ranks."""
+        """Run a program with collectives inside once, on tensors that hold those of all ranks."""
 
         def collective(op: Any, value: torch.Tensor, *args: Any) -> torch.Tensor:
             return make_local_tensor(self._collective(op, PerRank(rank_values(value)), *args).values)
@@ -82,7 +82,7 @@ class Lockstep:
         return self.coordinate(axis)
 
     def group(self, axis: int) -> str:
-        """The name of the axis stands for its process groups."""
+        """Return the name of the axis in place of a process group."""
         return self.mesh.names[axis]
 
     def seed(self) -> PerRank:
@@ -106,7 +106,7 @@ class Lockstep:
         return value.values[0].device
 
     def _line(self, rank: int, axis: int) -> list[int]:
-        """The ranks that differ from `rank` in their coordinate on `axis` alone, in its order."""
+        """The ranks that differ from `rank` only in the coordinate on `axis`, in its order."""
         here = self._coordinates[rank]
         return [
             other
@@ -126,7 +126,7 @@ class Lockstep:
         return PerRank(tuple(results))
 
     def _exchange(self, rows: PerRank, splits: PerRank, ranks: int, back: bool, group: str) -> PerRank:
-        """Rows cut as every rank's own counts say (`exchanging.exchange_rows`)."""
+        """Exchange rows by every rank's own counts (`exchanging.exchange_rows`)."""
         axis = self.mesh.index(group)
         sent = [split.view(2, ranks, -1).sum(2)[int(back)].tolist() for split in splits.values]
         pieces = [value.split(sizes) for value, sizes in zip(rows.values, sent, strict=True)]

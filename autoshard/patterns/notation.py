@@ -106,7 +106,7 @@ def _item(text: str, start: int, end: int, whole: set[str], contiguous: set[str]
     product: list[str] | None = None  # the names of the product that is open
     opened = start
     while text[start:end].strip():
-        # Spaces before a token belong to the match, so that its position is counted from its end.
+        # The match includes spaces before a token, so its position is counted from the end.
         match = _TOKEN.match(text, start, end)
         if match is None:
             token = text[start:end].split()[0]
@@ -230,7 +230,7 @@ def check_padding(
 
 
 def kinds_of(notation: Notation, name: str, kinds: Reduction | Sequence[Reduction]) -> tuple[Reduction, ...]:
-    """Return the kinds of partial results that a name leaves, one for each result, from its option in `reduce`."""
+    """Return the kinds of partial results, one per result, of a sharded name, from its option in `reduce`."""
     if kinds is None or isinstance(kinds, str):
         return (kinds,) * len(notation.results)
     if len(kinds) != len(notation.results):
@@ -257,8 +257,8 @@ def bind(
         notation: the parsed rule, or its text.
         call: the call on whole tensors.
         linear: sets of operands in which the operator is jointly linear.
-        reduce: kind of partial result that a contracted name leaves, for all results or one kind for each; "sum" where
-            absent, None where the local program reduces inside.
+        reduce: kind of partial result of a contracted name, for all results or one kind for each; "sum" where absent,
+            None where the local program reduces inside.
         whole, contiguous: further names, besides those marked in the text.
         sizes: sizes of names that no shape determines.
         uneven, fill: as in `build`, with `...` for all dims that it stands for.
@@ -331,7 +331,7 @@ class _Binding:
         self, kind: str, items: tuple[Item, ...], shapes: Sequence[tuple[int, ...] | None]
     ) -> list[tuple[Item, tuple[int, ...], int] | None]:
         """Return item, shape and number of dims in the ellipsis of every tensor; None for what is not a tensor."""
-        # Empty text is one item without dims; where the call has no tensors on this side, it is none.
+        # Empty text parses as one item without dims: drop it where the call has no tensors on this side.
         if not shapes and items == ((),):
             items = ()
         if len(items) != len(shapes):
@@ -358,7 +358,7 @@ class _Binding:
         yield from (result for result in self.results if result is not None)
 
     def _single_sizes(self) -> None:
-        """Set the sizes of names that stand alone; a dim of size one is broadcast to the size in other tensors."""
+        """Set the sizes of names that are a whole dim; size 1 is broadcast to the size in other tensors."""
         for tensor in self._tensors():
             for names, size in tensor:
                 if len(names) == 1:
@@ -368,7 +368,7 @@ class _Binding:
                     self.sizes[names[0]] = size if known == 1 else known
 
     def _product_sizes(self) -> None:
-        """Set the sizes of names in products, as long as some product lacks only one."""
+        """Set the sizes of names in products, as long as a product has only one unknown."""
         products = {(names, size) for tensor in self._tensors() for names, size in tensor if len(names) > 1}
         progress = True
         while progress:
@@ -388,7 +388,7 @@ class _Binding:
                 raise self._error(f"({parts}) is not {size}.")
 
     def dims(self, tensor: NamedShape, *, broadcast: bool) -> list[tuple[str, ...]]:
-        """Return the names of every dim; a dim of size one that is broadcast, which only operands have, has none."""
+        """Return the names of every dim; a broadcast dim of size 1, which only operands have, has none."""
         for names, size in tensor:
             if not broadcast and len(names) == 1 and size == 1 and self.sizes[names[0]] != 1:
                 raise self._error(f'"{names[0]}" is {self.sizes[names[0]]}, but 1 in a result.')

@@ -1,9 +1,8 @@
 """Padding of uneven shards, and its replacement where an operator would mix it into results.
 
 An axis of n ranks that does not divide a factor of s steps gives each rank ceil(s / n) of them, the last ranks fewer or
-none. All ranks run the same shapes: behind the last true step stands padding, which may hold anything. Where the
-operator would mix it into results, it is replaced by a harmless number, at places that follow from the rank's
-coordinate.
+none. All ranks run the same shapes: steps after the last true one are padding, which may hold anything. Where the
+operator would mix padding into results, a neutral number replaces it, at positions computed from the rank's coordinate.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 
 # Multiplication, range, addition and comparison in `_fill`.
 MASK_VECTOR_OPS = 4
-"""Number of operators on a vector that make one mask, for its price."""
+"""Number of vector operators per mask, for its price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,9 @@ class Mask:
 
     Attributes:
         operand: position of the operand.
-        factor: the factor that is padded.
+        factor: the padded factor.
         axis: the mesh axis that does not divide it.
-        fill: the number.
+        fill: the replacement.
     """
 
     operand: int
@@ -52,17 +51,17 @@ def padded_factors(rule: Rule, choices: Choices, mesh: MeshShape) -> dict[int, i
 
 
 def masks(call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape) -> list[Mask]:
-    """Return the replacements before the operator runs: by the numbers of the rule, and by 0 for indices."""
+    """Return the replacements before the operator runs: by the rule's fills, and by 0 for indices."""
     padded = padded_factors(rule, choices, mesh)
     if not padded:
         return []
     result = []
-    # Integers may be positions, unless elements are computed one by one or only change their place.
+    # Integers may be indices, unless the operator is pointwise or only moves elements.
     indexes = not rule.free and torch.Tag.pointwise not in call.op.tags
     for position, (dims, meta) in enumerate(zip(rule.operands, call.operands, strict=True)):
         for factor, axis in padded.items():
             fill = rule.factors[factor].fill
-            # The element that a padded index reads is padding of the result, but it has to exist.
+            # The element at a padded index is padding of the result, but must exist.
             if fill is None and indexes and _is_integer(meta.dtype):
                 fill = 0
             if fill is not None and any(factor in dim for dim in dims):
@@ -71,11 +70,11 @@ def masks(call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape) -> list[M
 
 
 def fill_operands(call: LocalCall) -> None:
-    """Emit the replacement of padding that an operator would mix into its results, and note where it is zero now."""
+    """Emit the replacement of padding that the operator would mix into its results; record where it is zero now."""
     values, zeros = list(call.operands), []
     needed = masks(call.call, call.rule, call.choices, call.mesh)
     for mask in needed:
-        # Zeros that are known to be there already cost nothing.
+        # Padding that is known to be zero needs no replacement by zeros.
         if mask.fill != 0 or not call.zeros[mask.operand]:
             dims = call.rule.operands[mask.operand]
             values[mask.operand] = _fill(call, values[mask.operand], dims, mask.factor, mask.axis, mask.fill)
@@ -94,18 +93,17 @@ def emit_local(call: LocalCall) -> Any:
 
 
 def zero_padded_results(rule: Rule, padded: Collection[int], zeros: Sequence[bool]) -> tuple[bool, ...]:
-    """Return for every result if all padding along some factors is known to be zero, given those of the operands.
+    """Return, for every result, if all padding along some factors is known to be zero.
 
-    It is zero where elements only change their place, and where the operator runs unchanged and is linear in all
-    operands that have the padded factor: a step that is zero in these is zero in the result, as long as other operands
-    are finite.
+    It is zero where elements are only moved, and where the operator runs unchanged and is linear in all operands with
+    the padded factor: a step that is zero in these is zero in the result, as long as other operands are finite.
 
     Args:
-        rule: the rule; of several variants, the one that was chosen.
+        rule: the rule, or its chosen variant.
         padded: the factors.
         zeros: for every operand, True if all of its padding is zero.
     """
-    if not any(zeros) or (rule.local is not None and not rule.free):  # nothing is known of a program's padding
+    if not any(zeros) or (rule.local is not None and not rule.free):  # results of local programs have unknown padding
         return tuple(
             dims is not None and not any(factor in padded for dim in dims for factor in dim) for dims in rule.results
         )
@@ -124,21 +122,21 @@ def zero_padded_results(rule: Rule, padded: Collection[int], zeros: Sequence[boo
 
 
 def without_padding(call: LocalCall, operand: int, value: Any, names: Sequence[str], fill: float) -> Any:
-    """Return a value, laid out as an operand, with its padding along the factors `names` replaced.
+    """Return a value with the dims of an operand, with its padding along the factors `names` replaced.
 
     Args:
         call: the call.
         operand: position of the operand.
-        value: its local value, or one of the same dims.
-        names: the factors; those that are not padded leave the value unchanged.
-        fill: the number in the place of padding; infinities become the ends of the range of integers.
+        value: its local value, or one with the same dims.
+        names: the factors; those without padding are ignored.
+        fill: the replacement; for integers, infinities become the ends of the range.
     """
     factors = [index for name in names for index in call.rule.indices(name)]
     return _replace_padding(call, value, call.rule.operands[operand], factors, fill)
 
 
 def without_padded_steps(call: LocalCall, value: Any, dims: Sequence[str]) -> Any:
-    """Return a value with zeros in the place of its padding, along all factors in its dims.
+    """Return a value with its padding, along all factors in its dims, replaced by zeros.
 
     Args:
         call: the call.
@@ -163,7 +161,7 @@ def is_padded(call: LocalCall, names: Sequence[str]) -> bool:
 
 
 def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
-    """Return the true steps, without padding, that each rank of an axis has of the factor that the axis splits.
+    """Return the number of true steps of each rank of an axis, of the factor that the axis splits.
 
     Returns:
         Integers `[ranks]` on `device`; None where the axis divides the factor.
@@ -175,10 +173,10 @@ def steps_of_ranks(call: LocalCall, axis: int, device: torch.device) -> Any:
     base = emit.base
     if isinstance(base, EmitterWithShares) and is_share(base, axis, true):
         shares = [base.share(base.shared.share_of_rank(rank)) for rank in range(base.shared.ranks)]
-        # One by one: a share is a symbol of the program, which no list of numbers holds.
+        # One tensor per share: a share is a symbol of the program, which a list of numbers cannot hold.
         return emit.cat([emit.full([1], share, dtype=torch.int64, device=device) for share in shares])
     block = local_size(call.rule, call.choices, call.mesh, factor)
-    # Of rank r, true - r * block steps are left, of which it has at least none and at most a block.
+    # Rank r has clamp(true - r * block, 0, block) steps.
     starts = emit.arange(ranks, device=device) * block
     return (true - starts).clamp(0, block)
 
@@ -197,8 +195,8 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _fill_value(fill: float, dtype: torch.dtype) -> float | int:
-    """Return `fill` as a number of a dtype: infinities become the ends of the range of integers."""
-    # A maximum of truth values asks for minus infinity, which is False.
+    """Return `fill` as a number of a dtype: for integers, infinities become the ends of the range."""
+    # The fill of a maximum of booleans is minus infinity, which is False.
     if dtype == torch.bool:
         return int(fill > 0)
     if not _is_integer(dtype):
@@ -212,16 +210,16 @@ def _fill_value(fill: float, dtype: torch.dtype) -> float | int:
 def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill: float) -> Any:
     """Return `value`, a tensor of these dims, with padding along a factor replaced by `fill`."""
     emit = call.emit
-    # The steps that the axes before this one, which divide the factor, have left: padding stands behind these.
+    # Steps left by the axes before this one, which divide the factor: padding comes after.
     true = local_size(call.rule, call.choices, call.mesh, factor, axis)
-    if is_share(emit.base, axis, true):  # all of a rank's share is true
+    if is_share(emit.base, axis, true):  # a share has no padding
         return value
     place = next(position for position, dim in enumerate(dims) if factor in dim)
     sizes = [local_size(call.rule, call.choices, call.mesh, each) for each in dims[place]]
     at = dims[place].index(factor)
-    # The dim is (above, steps, below): padding stands behind each of the stretches above.
+    # The dim is (above, steps, below): padding is at the end of `steps`, for each step of `above`.
     above, steps, below = math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])
-    # By name, as in `stretch_start`: an emitter of unequal shares reads starts off mul.Tensor.
+    # An explicit overload, as in `stretch_start`: unequal shares are found by mul.Tensor.
     start = emit.call(aten.mul.Tensor, emit.coordinate(axis), steps)
     outside = emit.arange(steps, device=value.device) + start >= true
     if above * below > 1:
@@ -231,5 +229,5 @@ def _fill(call: LocalCall, value: Any, dims: Dims, factor: int, axis: int, fill:
 
 
 def is_share(emit: object, axis: int, size: int) -> bool:
-    """Return True if the ranks of an axis hold unequal shares of a size, which nothing pads."""
+    """Return True if the ranks of an axis hold unequal shares of a size, which need no padding."""
     return isinstance(emit, EmitterWithShares) and emit.shared.axis == axis and emit.shared.is_whole(size)

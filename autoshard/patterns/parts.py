@@ -1,7 +1,7 @@
 """Static dims that the ranks of an axis hold in unequal parts: sizes become multiples of one symbol (Whale 3.3.1).
 
-A dim of 4096 that ranks are to hold in parts of 5 and 3 is 512 times a size of 8, the symbol, of which one rank's share
-is 5 and the other's 3. What shares of a dynamic size do then serves such dims as well.
+A dim of 4096 in parts of 5 and 3 is 512 times a symbol of value 8, with shares 5 and 3. From there on, it is treated
+like a dynamic size with unequal shares.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.specs.layout import dim_of
 from autoshard.specs.spec import is_shard
 
 Loop = tuple[str, int]
-"""A loop of an operator, or a dim of what the step is given: the node's name, and which factor of its rule it is."""
+"""A loop of an operator, or a dim of an input of the step: the node's name, and the index of the factor in its rule."""
 
 aten = torch.ops.aten
 
@@ -40,15 +40,15 @@ _PARTS = symbol("parts")
 
 
 def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[Loop, int]:
-    """Return the loops that some decisions split along a mesh axis, of those whose dims may lie in unequal parts.
+    """Return the loops that decisions split along a mesh axis and that may be split into unequal parts.
 
     Args:
-        flow: the graph, and what was decided.
+        flow: the graph and the decisions.
         axis: the mesh axis.
-        placed: parameters and buffers that stay as they lie: dims of theirs that lie in equal shards remain so.
+        placed: parameters and buffers whose placements must not change: dims in equal shards remain in them.
 
     Returns:
-        One loop of each family that is the same dim all over the graph, and the size of it.
+        One loop of each family (a dim, all over the graph), and its size.
     """
     families = _LoopClasses(flow.rules)
     equal: set[Loop | None] = set()
@@ -61,7 +61,7 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
         if flow.rules.pin_spec(node, flow.mesh) is None:
             rule, choices = resolve_variant(flow.rules.rules[node], flow.decisions.choices[node.name])
             choice = choices[axis]
-            # A variant's factors are not those that the families count.
+            # Families contain the rule's own factors only, not those of variants.
             if rule is flow.rules.rules[node] and choice >= 0 and rule.factors[choice].size > 1:
                 family = families.of((node.name, choice))
                 if family is not None and family not in equal:
@@ -70,16 +70,16 @@ def unequal_loops(flow: Flow, axis: int, placed: Collection[str] = ()) -> dict[L
 
 
 def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop], total: int) -> JointGraph:
-    """Return the graph in which the dims of some loops are multiples of a size that ranks may share unequally.
+    """Return a graph in which the dims of some loops are multiples of a size with unequal shares.
 
     Args:
-        graph: the captured step, of static sizes; it stays as it is.
+        graph: the captured step, with static sizes; it is not changed.
         mesh: the mesh axes.
-        loops: as `unequal_loops` names them, of sizes that `total` divides.
+        loops: loops as from `unequal_loops`, with sizes that `total` divides.
         total: number of parts of all ranks together.
 
     Raises:
-        PlanError: some loop is not in the graph, or can not be divided so.
+        PlanError: a loop is not in the graph, or cannot be divided so.
     """
     rules = GraphRules(graph, mesh)
     families = _LoopClasses(rules)
@@ -134,7 +134,7 @@ def with_unequal_loops(graph: JointGraph, mesh: MeshShape, loops: Iterable[Loop]
 
 
 def _check_loops(loops: Iterable[Loop], total: int, families: _LoopClasses) -> None:
-    """Raise `PlanError` unless every loop is of a family that may be divided in so many equal parts."""
+    """Raise `PlanError` unless every loop's family may be divided into `total` equal parts."""
     rules = {node.name: rule for node, rule in families.rules.rules.items()}
     for name, factor in loops:
         factors = rules[name].factors if name in rules else ()
@@ -146,7 +146,7 @@ def _check_loops(loops: Iterable[Loop], total: int, families: _LoopClasses) -> N
 
 
 def _cut_points(loops: Sequence[int]) -> Iterator[Any]:
-    """Yield the sizes outside of every cut of a dim made of some loops, so that the parts in it are a loop too."""
+    """Yield the product of outer sizes at every cut of a dim made of some loops, so that the parts are a loop, too."""
     outside = sympy.Integer(1)
     for loop in loops:
         if outside != 1:
@@ -157,10 +157,10 @@ def _cut_points(loops: Sequence[int]) -> Iterator[Any]:
 
 
 class _LoopClasses:
-    """Loops that are the same dim, all over a graph.
+    """Families of loops that are the same dim, all over a graph.
 
-    A family is of use if all who touch its dims know them as one loop, and no operator is told its size in a way that
-    can not be said otherwise.
+    A family is usable if all operators that touch its dims have them as one loop, and no operator takes its size as an
+    argument that cannot be replaced.
     """
 
     def __init__(self, rules: GraphRules) -> None:
@@ -181,12 +181,12 @@ class _LoopClasses:
         self._excluded = set(map(self._root, self._excluded))
 
     def of(self, loop: Loop) -> Loop | None:
-        """Return the family of a loop, by its first one; None where it is of no use."""
+        """Return the family of a loop, as its first loop; None if it is not usable."""
         root = self._root(loop)
         return None if root in self._excluded else root
 
     def _returned_values(self) -> dict[fx.Node, list[Value]]:
-        """Return, for inputs of the step, the values handed back in their place: gradients, new values of buffers."""
+        """Return, for inputs of the step, the values returned for them: gradients, new values of buffers."""
         returned: dict[fx.Node, list[Value]] = defaultdict(list)
         given = {(source.name, source.kind == "tangent"): source.node for source in self.rules.graph.inputs}
         for output in self.rules.graph.outputs:
@@ -196,7 +196,7 @@ class _LoopClasses:
         return returned
 
     def _join_dim(self, descriptions: Sequence[tuple[fx.Node, Dims | None]], dim: int) -> None:
-        """Unite the loops that all operators touching a dim take it for."""
+        """Unite the loops that a dim is in the rules of all operators that touch it."""
         loops, sizes = [], []
         for node, dims in descriptions:
             factors = self.rules.rules[node].factors
@@ -207,12 +207,12 @@ class _LoopClasses:
         for column in zip(*loops, strict=True) if alike else [list(itertools.chain(*loops))]:
             for loop in column:
                 self._unite(column[0], loop)
-        # Some operator cuts the dim otherwise, so that no one loop of it is the same everywhere.
+        # Some operator splits the dim differently, so no single loop is the same everywhere.
         if not alike:
             self._excluded.update(itertools.chain(*loops))
 
     def _join_made_dims(self, node: fx.Node) -> None:
-        """Unite the dims that an operator makes, such as a diagonal's, with those it reads, where all have one size."""
+        """Unite the dims that an operator makes, such as a diagonal's, with those it reads, if all sizes are equal."""
         rule = self.rules.rules[node]
         read = {factor for dims in rule.operands for factors in dims for factor in factors}
         written = {factor for dims in rule.results for factors in dims or () for factor in factors}
@@ -226,7 +226,7 @@ class _LoopClasses:
             self._excluded.update(loops)
 
     def _unite(self, *loops: Loop) -> None:
-        # The first in the graph stands for a family, so that its name does not depend on the order of joins.
+        # The first loop in the graph represents a family, independently of the order of joins.
         first, second = sorted(map(self._root, loops), key=lambda loop: self._order[loop[0]])
         if first != second:
             self._parent[second] = first
@@ -234,13 +234,13 @@ class _LoopClasses:
     def _root(self, loop: Loop) -> Loop:
         while loop in self._parent:
             above = self._parent[loop]
-            # Halve the path: later look-ups are short.
+            # Path halving, so that later look-ups are short.
             self._parent[loop] = self._parent.get(above, above)
             loop = above
         return loop
 
 
-# Which dims an operator is told the size of, and how it is told another one.
+# Sizes in the arguments of operators, and how to replace them.
 
 _NO_SIZE_ARGUMENTS = frozenset(
     {
@@ -250,22 +250,22 @@ _NO_SIZE_ARGUMENTS = frozenset(
         aten.nll_loss_backward.default,
         aten.nll_loss2d_forward.default,
         aten.nll_loss2d_backward.default,
-        aten.new_empty_strided.default,  # its strides are those of the whole tensor, and nothing depends on them
+        aten.new_empty_strided.default,  # nothing depends on its strides, which are those of the whole tensor
     }
 )
-"""Operators none of whose arguments is a size that `set_size_arguments` does not set: others are places."""
+"""Operators whose only size arguments are those that `set_size_arguments` sets; their other numbers are indices."""
 
 _SPATIAL = frozenset({aten.convolution.default, aten.convolution_backward.default})
 
 _RANGE_END_ARGUMENT = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
-"""The argument of a range of whole numbers from zero on that is its size."""
+"""The position of the argument of a range 0, 1, 2, ... that is its size."""
 
 _ROW_COUNT_ARGUMENT = "num_weights"
-"""The argument of the gradient of a table that is the number of its rows."""
+"""The argument for the number of rows in the gradient of an embedding table."""
 
 
 def factors_with_size_arguments(call: OpCall, rule: Rule) -> Iterator[int]:
-    """Yield the factors of a rule whose sizes are arguments, but for those that `set_size_arguments` sets."""
+    """Yield the factors of a rule whose sizes are arguments, except those that `set_size_arguments` sets."""
     arguments = call.op._schema.arguments
     if not call.operands:
         if not any(map(_is_shape, arguments)) and not _is_plain_range(call):
@@ -280,7 +280,7 @@ def factors_with_size_arguments(call: OpCall, rule: Rule) -> Iterator[int]:
     tensors = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
     ndim = max(map(len, tensors))
     if call.op is aten.repeat.default or ("dim" in names and isinstance(call.arg("dim"), int)):
-        tensors = [dims for dims in tensors if len(dims) == ndim]  # those that have the dims that are told of
+        tensors = [dims for dims in tensors if len(dims) == ndim]  # those with the dims that the arguments describe
     for dims in tensors:
         for place in _size_dims(call, ndim):
             if place < len(dims):
@@ -288,7 +288,7 @@ def factors_with_size_arguments(call: OpCall, rule: Rule) -> Iterator[int]:
 
 
 def set_size_arguments(node: fx.Node, results: Sequence[tuple[int, ...] | None]) -> None:
-    """Put the sizes of results in the place of the numbers among a node's arguments that they are."""
+    """Replace the size arguments of a node by the sizes of its results."""
     assert isinstance(node.target, OpOverload)
     shape = results[0]
     if shape is None or not any(isinstance(size, DynamicSize) for size in shape):
@@ -309,7 +309,7 @@ def set_size_arguments(node: fx.Node, results: Sequence[tuple[int, ...] | None])
 
 
 def sets_result_sizes(node: fx.Node) -> bool:
-    """Return True if `set_size_arguments` sets the size of the dims that an operator makes."""
+    """Return True if `set_size_arguments` sets the sizes of the dims that an operator makes."""
     assert isinstance(node.target, OpOverload)
     arguments = node.target._schema.arguments
     return node.target is aten.repeat.default or any(
@@ -318,7 +318,7 @@ def sets_result_sizes(node: fx.Node) -> bool:
 
 
 def _size_dims(call: OpCall, ndim: int) -> Sequence[int]:
-    """Return the dims of a call's tensors of which an argument is a size or a place, as far as arguments tell them."""
+    """Return the dims of a call's tensors to which its size and index arguments refer, if known."""
     names = call.argument_names
     if call.op in _SPATIAL:
         return range(2, ndim)
@@ -326,19 +326,19 @@ def _size_dims(call: OpCall, ndim: int) -> Sequence[int]:
         return range(ndim - len(call.arg("normalized_shape")), ndim)
     if "dim" in names and isinstance(call.arg("dim"), int):
         return (call.arg("dim") % ndim,)
-    if call.op is aten.constant_pad_nd.default:  # pairs, the last dim's first; no padding tells nothing
+    if call.op is aten.constant_pad_nd.default:  # pairs, last dim first; dims without padding do not count
         pads = call.arg("pad")
         return [dim for dim in range(ndim) if any(pads[2 * (ndim - 1 - dim) : 2 * (ndim - dim)])]
     if call.op is aten.roll.default and call.arg("dims"):
         return [dim % ndim for dim in call.arg("dims")]
-    if call.op is aten.repeat.default:  # of what is of size 1, so many times is the size
+    if call.op is aten.repeat.default:  # where a dim of size 1 is repeated, the count is the size
         times = zip(_prepend_ones(call.operands[0].shape, ndim), call.arg("repeats"), strict=True)
         return [dim for dim, each in enumerate(times) if min(each) > 1]
     return range(ndim)
 
 
 def _is_plain_range(call: OpCall) -> bool:
-    """Return True if a call makes the whole numbers from zero on, one by one."""
+    """Return True if a call makes the range 0, 1, 2, ..."""
     if call.op not in _RANGE_END_ARGUMENT or not isinstance(call.arg("end"), int):
         return False
     names = call.argument_names
@@ -359,5 +359,5 @@ def _is_size(argument: Any) -> bool:
 
 
 def _prepend_ones(shape: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return a shape with dims of size 1 before it."""
+    """Return a shape with leading dims of size 1, up to `ndim` dims."""
     return (1,) * (ndim - len(shape)) + tuple(shape)

@@ -1,7 +1,7 @@
-"""Facts about the dims of a joint graph, which travel from operator to operator along the factors that they share.
+"""Propagation of facts about the dims of a joint graph, from operator to operator along common factors.
 
-`CutPropagation` finds where dims are cut: where a view splits a dim, all who touch it may split it (Rhino 4.3.3).
-`DimPropagation` finds the loops that run over some dims of the graph's inputs, such as the batch.
+`CutPropagation` finds where dims are cut: where a view splits a dim, every operator that touches it may split it
+(Rhino 4.3.3). `DimPropagation` finds the loops over given dims of the graph's inputs, such as the batch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from torch import fx
 from autoshard.patterns.rule import Rule
 from autoshard.specs.axes import MeshShape
 
-# Every part of a factor is one more strategy on every axis: a guess that works.
-_LONGEST_CHAIN = 6
+_LONGEST_CHAIN = 6  # every part of a factor is one more strategy on every axis
 
 DimFactors = tuple[fx.Node, tuple[int, ...]]
-"""An operator that touches a dim of a tensor, and the factors that it takes the dim for, major to minor."""
+"""An operator that touches a dim of a tensor, and the factors of the dim in its rule, major to minor."""
 
 _FactorOf = tuple[fx.Node, int]
 _Span = tuple[int, int]
-"""Of a dim: how many steps of what is outside the dim that is followed, and how many of that, before the rest."""
+"""The part of a dim that is followed: the number of steps outside of it, and its own number of steps."""
 
 
 class Worklist:
-    """Numbers that wait, the first come first; one that waits already does not wait twice.
+    """A first-in, first-out queue of distinct numbers.
 
-    Iterating takes them out until none is left, those that are added meanwhile too.
+    Iterating removes them until none is left, including those added meanwhile.
     """
 
-    # A dictionary whose first key is taken out would do the same, and take longer the more keys were taken before.
+    # Not a dict whose first key is removed: that gets slower with every key removed before.
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._order: deque[int] = deque()
@@ -41,7 +40,7 @@ class Worklist:
         self.add(numbers)
 
     def add(self, numbers: Iterable[int]) -> None:
-        """Put some at the end."""
+        """Append the numbers that are not in the queue."""
         for number in numbers:
             if number not in self._waiting:
                 self._waiting.add(number)
@@ -55,7 +54,7 @@ class Worklist:
 
 
 def _positions_by_factor(dims: Sequence[Sequence[DimFactors]]) -> dict[_FactorOf, list[int]]:
-    """Return for every factor of an operator the positions of the dims that it is part of."""
+    """Return, for every factor of an operator, the positions of the dims that it is part of."""
     positions: dict[_FactorOf, list[int]] = defaultdict(list)
     for position, dim in enumerate(dims):
         for node, factors in dim:
@@ -65,7 +64,7 @@ def _positions_by_factor(dims: Sequence[Sequence[DimFactors]]) -> dict[_FactorOf
 
 
 class CutPropagation:
-    """Split points travel along dims that are the same factor until nothing changes."""
+    """Propagates cuts along dims with common factors until nothing changes."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class CutPropagation:
         )
         for position in pending:
             for changed in self._propagate(self.dims[position]):
-                # This dim has passed on all that it knows.
+                # This dim has already propagated its cuts.
                 pending.add(other for other in self.touching[changed] if other != position)
         return self.chains
 
@@ -102,7 +101,7 @@ class CutPropagation:
             for factor in factors:
                 loop = rule.factors[factor]
                 inside = [point // left for point in points if left < point < left * loop.size and point % left == 0]
-                # The inner part of a cut is a strided shard, which a contiguous factor does not take.
+                # The inner part of a cut is a strided shard, which a contiguous factor does not allow.
                 if inside and loop.shardable and not loop.contiguous and self._add(node, factor, loop.size, inside):
                     changed.append((node, factor))
                 left *= loop.size
@@ -125,7 +124,7 @@ class CutPropagation:
         for point in points:
             if point in grown or size % point or len(grown) >= _LONGEST_CHAIN:
                 continue
-            # Cuts of one factor are a chain of products: views that cut it in ways that do not nest share no parts.
+            # Cuts of a factor are a divisor chain: cuts of views that do not nest have no common parts.
             if all(max(point, other) % min(point, other) == 0 for other in grown):
                 grown.append(point)
         if len(grown) == len(chain):
@@ -137,9 +136,9 @@ class CutPropagation:
 def useful_cuts(
     cuts: Mapping[fx.Node, Mapping[int, tuple[int, ...]]], rules: Mapping[fx.Node, Rule], mesh: MeshShape
 ) -> dict[fx.Node, dict[int, tuple[int, ...]]]:
-    """Return the cuts without those that leave an axis no part to divide, where it divides the whole factor.
+    """Return the cuts without those whose parts an axis does not divide, though it divides the whole factor.
 
-    A dim of 8 cut into 2 x 4 for the sake of a view is of no use to an axis of 8, and whole it is.
+    A dim of 8 that a view cuts into 2 x 4 cannot be sharded over an axis of 8; uncut it can.
     """
     largest = max(mesh.sizes)
 
@@ -158,14 +157,13 @@ def useful_cuts(
 
 
 class DimPart(NamedTuple):
-    """A part of a dim of a placeholder, which blocks of the dim make up.
+    """A part of a dim of a placeholder, made of blocks.
 
     Attributes:
         node: the placeholder.
         dim: its dim.
-        outer: the number of equal parts of the dim, each of which is cut into the same blocks.
-        blocks: the blocks of each part that the part is about, such as the shards over a mesh axis; None for all of the
-            dim.
+        outer: the number of equal stretches of the dim, each cut into the same blocks.
+        blocks: the number of blocks of each stretch, such as the shards over a mesh axis; None for all of the dim.
     """
 
     node: fx.Node
@@ -175,19 +173,19 @@ class DimPart(NamedTuple):
 
 
 class DimPropagation:
-    """The loops of operators that run over some dims of placeholders, outermost.
+    """Finds the loops of operators that have given dims of placeholders outermost.
 
-    A dim is followed from operator to operator, along dims of tensors that they share and factors that they loop over.
+    A dim is followed from operator to operator, along dims of common tensors and factors of their rules.
     """
 
     def __init__(self, dims: Iterable[Sequence[DimFactors]], rules: Mapping[fx.Node, Rule]) -> None:
         self.rules = rules
         self.dims = list(dims)
         self.touching = _positions_by_factor(self.dims)
-        self.steps: dict[_FactorOf, int] = {}  # of a factor, how many of its steps, the outermost, are meant
+        self.steps: dict[_FactorOf, int] = {}  # factor -> number of its outermost steps that are followed
 
     def solve(self, parts: Iterable[DimPart]) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator its factors that run over parts of dims."""
+        """Return, for every operator, its factors over parts of dims."""
         marks: dict[_FactorOf, int] = {}
         for node, dim, outer, blocks in parts:
             dims = self.rules[node].results[0]
@@ -196,10 +194,10 @@ class DimPropagation:
         return self.follow(marks)
 
     def marks(self, dim: DimFactors, outer: int = 1, blocks: int | None = None) -> dict[_FactorOf, int]:
-        """Return the marks for `follow` of a part of a dim; without marks, no factors make up such blocks.
+        """Return the marks for `follow` of a part of a dim; none if no factors make up such blocks.
 
         Args:
-            dim: an operator, and the factors that it takes the dim for.
+            dim: an operator, and the factors of the dim in its rule.
             outer, blocks: as in `DimPart`.
         """
         (node, factors), marks, left = dim, {}, 1
@@ -212,10 +210,10 @@ class DimPropagation:
         return marks
 
     def follow(self, marks: Mapping[_FactorOf, int]) -> dict[fx.Node, frozenset[int]]:
-        """Return for every operator its factors that run over what some factors run over.
+        """Return, for every operator, its factors over the same dims as the marked factors.
 
         Args:
-            marks: an operator and its factor -> how many of its steps, the outermost, are followed.
+            marks: an operator and its factor -> number of its outermost steps that are followed.
         """
         self.steps = dict(marks)
         waiting = Worklist(position for start in marks for position in self.touching[start])
@@ -228,12 +226,12 @@ class DimPropagation:
         return {node: frozenset(some) for node, some in factors.items()}
 
     def _size(self, node: fx.Node, factor: int) -> int:
-        # A plain number: arithmetic on dynamic sizes is slow, and the example's values tell what is inside what.
+        # A plain number: arithmetic on dynamic sizes is slow, and the example's values suffice for nesting.
         return int(self.rules[node].factors[factor].size)
 
     def _propagate(self, dim: Sequence[DimFactors]) -> Iterator[_FactorOf]:
-        """Pass on the places in a dim that some operators know to be followed; yield the factors that learn of more."""
-        # A list, since the loop below adds to what the spans are made of.
+        """Propagate the followed spans of a dim to all of its descriptions; yield the factors whose marks grow."""
+        # A list, since the loop below changes the marks that spans are computed from.
         for span in list(dict.fromkeys(span for description in dim for span in self._spans(description))):
             for node, factors in dim:
                 left = 1
@@ -246,7 +244,7 @@ class DimPropagation:
                     left *= size
 
     def _spans(self, description: DimFactors) -> Iterator[_Span]:
-        """Yield the places that a description of a dim marks as followed; neighbouring factors are one span."""
+        """Yield the spans of a dim that a description marks as followed; adjacent factors are one span."""
         node, factors = description
         left, start, steps = 1, 1, 1
         for factor in factors:
@@ -255,7 +253,7 @@ class DimPropagation:
             if marked > 1:
                 start = left if steps == 1 else start
                 steps *= marked
-            # A factor of which only the outermost steps are meant ends the span: what follows lies inside others.
+            # A factor with only its outermost steps marked ends the span.
             if steps > 1 and marked < size:
                 yield start, steps
                 steps = 1
@@ -265,7 +263,7 @@ class DimPropagation:
 
 
 def _steps_inside(span: _Span, left: int, size: int) -> int:
-    """Return the steps of a factor of `size`, `left` to its left, that are a span's, if they are its outermost."""
+    """Return the outermost steps of a factor of `size`, with `left` steps outside of it, that are within a span."""
     start, end = span[0], span[0] * span[1]
     if start > left or left % start or end <= left:
         return 1

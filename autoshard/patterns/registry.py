@@ -17,7 +17,7 @@ from autoshard.patterns.notation import Linear, Reduction, bind, check_options, 
 from autoshard.patterns.rule import FACTORS_BY_LAYOUT, LocalProgram, OpCall, Rule, TensorMeta, specialize
 
 Maker = Callable[..., Rule | None]
-"""Makes the rule of an `OpCall`, and of options by keyword; None where there is none."""
+"""Returns the rule of an `OpCall`, given options by keyword; None where there is none."""
 
 OPERATOR_NAME = re.compile(r"(?P<namespace>\w+)(?:::|\.)(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
@@ -102,7 +102,7 @@ class Registry:
     def _key_of(self, op: OpOverload) -> str:
         """Return the name under which the rule of an operator is registered, if it has one."""
         name = op._schema.name
-        # The overload's own rule first.
+        # A rule of the overload takes precedence.
         overload = f"{name}.{op._schema.overload_name or 'default'}"
         return overload if overload in self._makers else name
 
@@ -156,7 +156,7 @@ def rule(names: str | Sequence[str], text: str, **options: Any) -> None:
 
 
 def rule_maker(*names: str, **options: Any) -> Callable[[Maker], Maker]:
-    """Decorate a function from a call to its rule (None: no rule), to register it for one or several operators."""
+    """Decorate a function from a call to its rule (None: no rule) to register it for one or several operators."""
 
     def register(maker: Maker) -> Maker:
         for name in names:
@@ -177,22 +177,21 @@ def register_rule(
     fill: Mapping[str, float | None] | None = None,
     replace: bool = False,
 ) -> None:
-    """Add a rule for an operator of your own, or for one that the library does not know.
+    """Add a rule for an operator of your own, or for an operator without a rule in the library.
 
     Args:
         name: `"mylib::op"` or `"aten.op"` (all overloads), `"aten.op.overload"` (one).
         text_or_maker: the rule in the notation, such as `"... d! -> ... d!"`, or a function that takes the
             `OpCall` and returns a `Rule`, or None where the call can't be split.
         linear: sets of operands in which the operator is jointly linear: `"0, 1+2"` or `[{0}, {1, 2}]`.
-        reduce: the kind of partial result that the shards of a contracted name leave: `{"k": "max"}`; "sum" where
-            absent, None where `local` reduces inside.
+        reduce: the kind of partial result where a contracted name is sharded: `{"k": "max"}`; "sum" where absent, None
+            where `local` reduces inside.
         local: what a rank runs on its shards; the operator itself by default.
-        uneven: names that an axis may split without dividing them, so that padding stands behind the last steps. True
-            for all names whose padding the rule keeps out of results, False for none; by default True without `local`,
-            and False with it.
+        uneven: names that an axis may split without dividing them, with padding after the last steps. True for all
+            names whose padding the rule keeps out of results, False for none; by default True without `local`, and
+            False with it.
         fill: further such names, with the number that replaces their padding in every operand before a rank runs: 0
-            where a sum is taken that zeros do not change, -inf for a maximum, None where `local` never lets padding
-            reach a result.
+            for a sum, -inf for a maximum, None where `local` keeps padding out of results.
         replace: True to replace a rule registered before.
 
     Raises:
@@ -209,23 +208,22 @@ def register_rule(
     _default.register(name, text_or_maker, replace=replace, of_user=True)
 
 
-# Operators that read the memory of their operands, whatever its shape, or whose results depend on its order: calls with
-# other strides are other calls.
+# Operators whose results depend on the strides of operands: calls with different strides are different calls.
 _READS_STRIDES = FACTORS_BY_LAYOUT | {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"}
 
 NodeMetas = dict[fx.Node, Any]
-"""The description of nodes as operands: the shape and dtype of a tensor, or the value itself."""
+"""Node -> its description as an operand: shape and dtype of a tensor, or the value itself."""
 
 
 def op_call(node: fx.Node, known: NodeMetas | None = None) -> OpCall:
-    """Return the call that an FX node makes, from the fake tensors in `meta["val"]` of its arguments and of itself.
+    """Return the call of an FX node, from the fake tensors in `meta["val"]` of its arguments and of itself.
 
-    `known` describes nodes that were looked at before; this node is added.
+    `known` caches descriptions of nodes; this node is added.
     """
     assert isinstance(node.target, OpOverload), node.target
     val = node.meta.get("val")
     call = call_of(node.target, node.args, node.kwargs, val, known)
-    if "sizes" in node.meta:  # dynamic sizes, of which the fake tensors have the example's values only
+    if "sizes" in node.meta:  # dynamic sizes; fake tensors have the example's values only
         results = (meta and tensor_meta(node, index) for index, meta in enumerate(call.results))
         call = dataclasses.replace(call, results=tuple(results))
     if known is not None and isinstance(val, torch.Tensor):
@@ -242,7 +240,7 @@ def call_of(
     known = None if strided else known  # descriptions of nodes are without strides
     return OpCall(
         op=op,
-        # Lists inside of `tuple`, not generators: this runs for every node of a graph.
+        # List comprehensions are faster than generators, and this runs for every node of a graph.
         args=tuple([_describe(argument, strided, known) for argument in args]),
         kwargs=tuple([(name, _describe(argument, strided, known)) for name, argument in kwargs.items()]),
         results=tuple([_describe(result) if isinstance(result, torch.Tensor) else None for result in outputs]),

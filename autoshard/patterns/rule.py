@@ -1,8 +1,8 @@
 """Rules: which factors make up the dims of an operator's operands and results.
 
 A factor is an indivisible loop of the operator, named as in an einsum: `mm` is `i k, k j -> i j`. Sharding a
-factor over a mesh axis shards every dim that holds it. Where a result lacks the factor, it is contracted and the
-result is left partial. A planner needs to know no more of an operator.
+factor over a mesh axis shards every dim that contains it. Where a result lacks the factor, it is contracted and the
+result is partial. A planner needs to know no more about an operator.
 
 Source: the factors of GSPMD and Shardy; Rhino 4.1 for dims that are products, whose inner factors become strided
 shards.
@@ -26,7 +26,7 @@ from autoshard.patterns._torch import OpOverload
 _Leaf = TypeVar("_Leaf")
 
 Dims = tuple[tuple[int, ...], ...]
-"""The factors whose product each dim of a tensor is, by index, major to minor."""
+"""For every dim of a tensor, the indices of the factors whose product it is, major to minor."""
 
 Exchange = tuple[str, int] | tuple[str, int, int]
 """A collective inside a local program: its kind, such as `"all_gather"`, the bytes of the whole tensor, and the number
@@ -61,8 +61,8 @@ class TensorMeta:
         return True
 
 
-# Torch factors the transpose of a matrix that is contiguous, and the matrix itself otherwise. Autograd's formulas,
-# which a captured graph holds, ask the matrix which of the two it was.
+# Torch factors the transpose of a contiguous matrix, and the matrix itself otherwise. Autograd's formulas in a captured
+# graph check the matrix for which of the two it was.
 FACTORS_BY_LAYOUT = frozenset({"aten::_linalg_det", "aten::_linalg_slogdet", "aten::_linalg_solve_ex"})
 
 
@@ -82,7 +82,7 @@ class OpCall:
 
     @property
     def is_backward(self) -> bool:
-        """True if the operator makes gradients, by its name."""
+        """True if the operator's name contains "backward"."""
         return "backward" in self.name
 
     @property
@@ -97,7 +97,7 @@ class OpCall:
 
     @property
     def result(self) -> TensorMeta:
-        """The first result, of a call that gives a tensor."""
+        """The first result, which must be a tensor."""
         meta = self.results[0]
         assert meta is not None, self.op
         return meta
@@ -120,12 +120,12 @@ class OpCall:
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Return True for floating and complex numbers, of which alone there are partial sums."""
+    """Return True for floating and complex dtypes; no others have partial sums."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def leaves(value: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
-    """Yield what is of a type in nested tuples and lists, in order."""
+    """Yield the instances of a type in nested tuples and lists, in order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -141,23 +141,24 @@ class Factor:
         name: the loop's name in the rule; a refined part of `j` is called `j.0`, `j.1`, ...
         size: number of steps of the loop.
         shardable: True if a mesh axis may split it.
-        contiguous: True if only whole stretches may be taken (no strided shards), because the local program counts
+        contiguous: True if shards must be contiguous stretches (no strided shards), because the local program counts
             positions from the start of its stretch.
-        reductions: for every result that lacks the factor, the kind of partial that its shards leave there; None where
-            the local program reduces inside, so that the result is whole on every rank. Empty means "sum" everywhere.
-        exchanges: the collectives inside the local program when the factor alone is sharded: the kind as the cost model
-            knows it, and the bytes of the whole tensor that they reduce or join. In a `"ring"`, parts are passed from
-            rank to rank until each rank has had all; in a `"ring_and_home"` once more, back to where they began. To a
-            `"gather_of_each"` (an all-gather) and an `"exchange_of_each"` (an all-to-all), every rank gives so many
-            bytes, however many ranks there are.
-        uneven: True if an axis that does not divide the factor may split it too: the program of a rank copes with
-            padding behind the factor's end, which may hold anything.
+        reductions: for every result that lacks the factor, its kind of partial result if the factor is sharded; None
+            where the local program reduces inside, so that the result is whole on every rank. Empty means "sum"
+            everywhere.
+        exchanges: the collectives inside the local program when only this factor is sharded: the kind in the cost
+            model, and the bytes of the whole tensor that they reduce or gather. In a `"ring"`, parts are passed from
+            rank to rank until each rank has had all; in a `"ring_and_home"` once more, back to their first rank. For a
+            `"gather_of_each"` (an all-gather) and an `"exchange_of_each"` (an all-to-all), the bytes are those that
+            every rank sends, for any number of ranks.
+        uneven: True if an axis that does not divide the factor may split it too: the local program handles padding
+            after the factor's end, which may hold anything.
         fill: the number that replaces padding of operands along the factor; None where padding may hold anything.
-        sequential: True if the operator runs one step of the loop after another, and reads the operands that lack the
+        sequential: True if the operator runs the steps of the loop in sequence, and reads the operands that lack the
             factor again at each step.
         routed: `"source"` or `"group"` for a loop that places routed rows (see `specs.spec.Routed`): the tokens that
-            rows come from, or the groups that they are sent to. A rank that takes groups takes their rows, so that an
-            axis that splits the groups splits the rule's `"source"` factor too.
+            rows come from, or the groups that they are sent to. A rank holds the rows of its groups, so an axis that
+            splits the groups also splits the rule's `"source"` factor.
     """
 
     name: str
@@ -179,7 +180,7 @@ class Factor:
         return self.reductions[result] if self.reductions else "sum"
 
 
-# The argument is a `LocalCall`; that module is built on this one, so its name is not imported here.
+# The argument is a `LocalCall`, whose module imports this one.
 LocalProgram = Callable[[Any], Any]
 """Emits the program of a rank for a `local.LocalCall`, and returns the local results."""
 
@@ -196,10 +197,10 @@ class Rule:
             and the others replicated, every result is a partial sum.
         local: emits the program that a rank runs on its shards; None runs the operator itself unchanged.
         free: True if the operator does no work (a view).
-        variants: further implementations of the same call, with other factors or another local program, that a
-            strategy may choose instead. Factors of one name are the same loop.
-        routed: the tensors, operands counted first and then results, whose placement the data decides where a factor
-            that is `routed` is split; the placement of the others follows from their dims.
+        variants: alternative implementations of the same call, with other factors or another local program. Factors of
+            one name are the same loop.
+        routed: indices of the tensors (operands, then results) that are `Routed` where a `routed` factor is split; the
+            placement of the others follows from their dims.
     """
 
     factors: tuple[Factor, ...]
@@ -216,7 +217,7 @@ class Rule:
         return tuple(index for index, factor in enumerate(self.factors) if factor.base == name or factor.name == name)
 
     def check(self, call: OpCall) -> None:
-        """Raise `RuleError` unless the products of factors are the sizes of the call's tensors, in every variant."""
+        """Raise `RuleError` unless products of factors equal the sizes of the call's tensors, in every variant."""
         sizes_of = {factor.name: factor.size for factor in self.factors}
         for variant in self.variants:
             variant.check(call)
@@ -246,11 +247,11 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
     """Return the same rule with factors split into products.
 
     Args:
-        cuts: by factor, the increasing chain of sizes of its outer parts; each divides the next and the last divides
-            the factor's size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8. Variants are cut in their
-            factors of the same name.
+        cuts: factor -> increasing sizes of its outer parts; each divides the next, and the last divides the factor's
+            size. A factor of size 96 with cuts (3, 12) becomes 3 · 4 · 8. Factors of the same name in variants are cut
+            alike.
 
-    Source: Rhino 4.3.3, candidate generation: the strides are those that a view of the graph asks for.
+    Source: Rhino 4.3.3, candidate generation: strides are those of the graph's views.
     """
     if not cuts:
         return rule
@@ -265,7 +266,7 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
 
     def variant_cuts(variant: Rule) -> dict[int, tuple[int, ...]]:
         named = {rule.factors[index].name: chain for index, chain in cuts.items()}
-        # The inner part of a cut is a strided shard, which a contiguous factor does not take.
+        # The inner part of a cut is a strided shard, which a contiguous factor does not allow.
         return {
             index: named[factor.name]
             for index, factor in enumerate(variant.factors)
@@ -285,7 +286,7 @@ def refine(rule: Rule, cuts: Mapping[int, tuple[int, ...]]) -> Rule:
 
 
 def specialize(rule: Rule, call: OpCall) -> Rule:
-    """Return the rule without strategies that the element types of a call rule out.
+    """Return the rule without strategies that are impossible for the dtypes of a call.
 
     Raises:
         RuleError: the rule does not fit the call's shapes.
@@ -295,10 +296,10 @@ def specialize(rule: Rule, call: OpCall) -> Rule:
 
 
 def _without_impossible_sums(rule: Rule, call: OpCall) -> Rule:
-    # Truth values and indices are no partial sums.
+    # Booleans and integers have no partial sums.
     inexact = [is_inexact(meta.dtype) for meta in call.operands]
     linear = tuple(operands for operands in rule.linear if all(inexact[operand] for operand in operands))
-    # No collective adds truth values up: `aten.index_add` along a contracted index can not be split for them.
+    # Collectives do not sum booleans: `aten.index_add` along a contracted index cannot be split for them.
     truths = [index for index, meta in enumerate(call.results) if meta is not None and meta.dtype is torch.bool]
 
     def leaves_bool_sum(index: int, factor: Factor) -> bool:
@@ -316,10 +317,10 @@ def _without_impossible_sums(rule: Rule, call: OpCall) -> Rule:
 
 
 NamedDims = Sequence[str | Sequence[str]]
-"""For every dim of a tensor, the name of its factor, or the names of several whose product it is, major to minor."""
+"""For every dim of a tensor, the name of its factor, or the names of its factors, major to minor."""
 
 _Products = tuple[tuple[str, ...], ...]
-"""The same with names in tuples throughout."""
+"""`NamedDims` with a tuple of names for every dim."""
 
 
 def build(
@@ -337,27 +338,27 @@ def build(
     uneven: Collection[str] | bool | None = None,
     fill: Mapping[str, float | None] | None = None,
 ) -> Rule:
-    """Return a rule from the names and sizes of its factors; a name of size one stands for no factor.
+    """Return a rule from the names and sizes of its factors; names of size 1 have no factor.
 
-    Rules with `variants` or `routed` tensors are made from the result by `dataclasses.replace`.
+    For `variants` or `routed` tensors, use `dataclasses.replace` on the result.
 
     Args:
         sizes: size of every name; their order is the order of the factors.
         operands: dims of every tensor operand.
         results: dims of every result; None for a result that is no tensor.
         whole: names that no mesh axis may split.
-        contiguous: names that may only be split in whole stretches.
-        reductions: by name, the kind of partial result that its shards leave on every result.
-        exchange: by name, the collectives inside the local program when it is sharded, as in `Factor.exchanges`; a
-            number stands for an all-reduce of so many bytes.
+        contiguous: names that may only be split into contiguous stretches.
+        reductions: name -> kind of partial result, for every result, if it is sharded.
+        exchange: name -> collectives inside the local program if it is sharded, as in `Factor.exchanges`; a number is
+            an all-reduce of that many bytes.
         linear: sets of operands in which the operator is jointly linear.
         local: the local program; the operator itself by default.
         free: True if the operator does no work.
-        uneven: names that an axis may split without dividing them, where the rule itself tells how to keep padding out
-            of the results: no result lacks the name, or zeros add nothing to a sum that is linear in operands that all
-            have it. True for all names; by default all without a local program, none with one.
-        fill: further such names, with the number that replaces the padding of operands: 0 where a sum is taken, minus
-            infinity for a maximum, None where padding may hold anything. (Padding of indices is always replaced by 0.)
+        uneven: names that an axis may split without dividing them, if the rule implies how to keep padding out of
+            results: every result has the name, or the result is a sum that is linear in operands that all have it, to
+            which zeros add nothing. True for all names; by default all without a local program, none with one.
+        fill: further such names, with the number that replaces the padding of operands: 0 for a sum, minus infinity for
+            a maximum, None where padding may hold anything. (Padding of indices is always replaced by 0.)
     """
     names = [name for name, size in sizes.items() if size != 1]
     index = {name: position for position, name in enumerate(names)}
@@ -369,7 +370,7 @@ def build(
     factors_of_results = [None if tensor is None else _products(tensor) for tensor in results]
     padding = Padding(factors_of, factors_of_results, reductions or {}, linear, local is not None)
     if uneven is None:
-        # The operator itself copes with padding as far as the rule tells; a local program has to promise it.
+        # For the operator itself, the rule tells how to handle padding; a local program has to opt in.
         uneven = local is None
     candidates = (names if uneven else ()) if isinstance(uneven, bool) else uneven
     fills = {name: padding.fill(name) for name in candidates if padding.has_safe_fill(name)} | dict(fill or {})
@@ -407,7 +408,7 @@ def _exchanges(exchange: int | Sequence[Exchange]) -> tuple[Exchange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The consequences of a rule for padding behind the end of a factor; attributes as the arguments of `build`."""
+    """How a rule handles padding after the end of a factor; attributes as the arguments of `build`."""
 
     operands: Sequence[_Products]
     results: Sequence[_Products | None]
@@ -416,12 +417,12 @@ class Padding:
     has_program: bool
 
     def has_safe_fill(self, name: str) -> bool:
-        """Return True if zeros, or anything at all, in the place of padding stay out of the results."""
+        """Return True if padding does not reach the results, as it is or replaced by zeros."""
         kinds = self._kinds(name)
         if not kinds:
             return True
         if kinds == {None}:
-            # The result is whole whatever a rank holds; a program that reduces inside has to see to padding itself.
+            # The result is whole whatever a rank holds; a program that reduces inside must handle padding itself.
             return not self.has_program
         # A step that is zero in all operands of a linear set adds zero to the sum.
         return kinds == {"sum"} and any(
@@ -429,11 +430,11 @@ class Padding:
         )
 
     def fill(self, name: str) -> float | None:
-        """Return zero where a sum is taken over the factor, so that padding adds nothing; None where nothing mixes."""
+        """Return 0 where the factor is summed over, so that padding adds nothing; None where padding does not mix."""
         return 0.0 if self._kinds(name) == {"sum"} else None
 
     def _kinds(self, name: str) -> set[str | None]:
-        """Return the reductions of the results that lack the factor; nothing where no operand has it either."""
+        """Return the reductions of the results that lack the factor; none where no operand has it."""
         if not any(_has(dims, name) for dims in self.operands):
             return set()
         kinds = self.reductions.get(name) or ("sum",) * len(self.results)

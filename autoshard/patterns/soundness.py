@@ -1,8 +1,8 @@
 """The soundness of rules: a rule is checked against the operator itself.
 
-For every strategy that a rule offers: shard the operands by its specs, run every rank's local program, put the results
-together by its specs, and compare with the operator on the whole tensors. Results of operators that draw at random can
-not be compared number by number: see `Draws`.
+For every strategy that a rule offers: shard the operands by its specs, run every rank's local program, unshard the
+results by its specs, and compare with the operator on the whole tensors. Random results cannot be compared number by
+number: see `Draws`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Shards = Mapping[Coordinate, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A strategy that does not compute what the operator does."""
+    """A strategy whose result differs from the operator's."""
 
     op: str
     mesh: str
@@ -66,19 +66,19 @@ def check(
 ) -> list[Finding]:
     """Check the rule of one operator call, on real tensors.
 
-    Every strategy that the rule offers is run on all ranks and compared with the operator on the whole tensors. Of an
-    operator that draws at random, replicas must agree bit for bit, shards must draw numbers of their own, all must
-    follow from the seed, and the numbers must be distributed as the operator's own.
+    Every strategy that the rule offers is run on all ranks and compared with the operator on the whole tensors. For a
+    random operator, replicas must agree bit for bit, shards must draw different numbers, all must depend on the seed
+    alone, and the numbers must have the operator's distribution.
 
     Args:
         op: the operator: an overload, a packet, what `torch.library.custom_op` returned, or a name: `"mylib::op"`.
         sample: its arguments; or a pair of arguments and keyword arguments; or torch's `SampleInput`. Floating tensors
             are best in float64. Dims of 12 are split evenly on axes of 2, 3 and 4, others are padded.
         kwargs: its keyword arguments.
-        sizes: sizes of a mesh of one axis to check all strategies on; a mesh of (2, 2) is checked besides.
+        sizes: sizes of a mesh of one axis on which to check all strategies; a mesh of (2, 2) is checked, too.
 
     Returns:
-        What was found wrong; nothing if the rule is sound here.
+        The faults; empty if the rule is sound for this call.
 
     Raises:
         RuleError: there is no such operator, it has no rule for the call, or the rule does not fit it.
@@ -111,7 +111,7 @@ def _no_rule_message(call: OpCall) -> str:
 def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
     """All strategies on a mesh; on one axis, also those of inner parts of factors, which are strided shards.
 
-    Without those of routed rows: which of them a rank holds, no operator alone can tell, only a route from end to end.
+    Strategies of routed rows are left out: a single operator does not determine which rows a rank holds.
     """
     factors = offered_factors(rule)
     for choices in itertools.product(*(axis_choices(rule, size) for size in mesh.sizes)):
@@ -124,7 +124,7 @@ def strategies(rule: Rule, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
 
 
 def _inner_parts(rule: Rule, index: int, size: int, mesh: MeshShape) -> Iterator[tuple[Rule, Choices]]:
-    """Strategies of a factor cut in two: a strided shard, and padded blocks of either part, as far as it has such."""
+    """Strategies of a factor cut in two: a strided shard, and padded blocks of each part, as far as possible."""
     cuts = [outer for outer in range(2, size) if size % outer == 0]
     parts = [(refine(rule, {index: (outer,)}), (index + part,)) for part in (1, 0) for outer in cuts]
     parts = [(cut, choices) for cut, choices in parts if fits(cut, choices, mesh)]
@@ -149,12 +149,12 @@ def _factors_with_variant(rule: Rule) -> Iterator[tuple[Rule, int, Factor]]:
 def run_all_ranks(
     call: OpCall, rule: Rule, choices: Choices, mesh: MeshShape, operands: Sequence[torch.Tensor]
 ) -> list[Shards | None]:
-    """Run a strategy on all ranks, of whole operands: the shards of every result by coordinate; None for no tensor."""
+    """Run a strategy on all ranks; return the shards of every result by coordinate, None if it is no tensor."""
     return _run(call, rule, choices, mesh, _OperandShards(operands, mesh).cut(rule, choices), seed=0)
 
 
 class _OperandShards:
-    """Cuts the operands of a call for all ranks of a mesh; strategies that place an operand alike share its shards."""
+    """Shards the operands of a call for all ranks of a mesh; strategies share the shards of an operand and spec."""
 
     def __init__(self, operands: Sequence[torch.Tensor], mesh: MeshShape) -> None:
         self.operands = operands
@@ -185,7 +185,7 @@ def _run(
 
 
 def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Coordinate, torch.Tensor]:
-    """Shards of a tensor; over partial axes, terms of different sizes and signs that add up to it."""
+    """Shards of a tensor; over partial axes, terms of different sizes and signs whose sum is the tensor."""
     terms: dict[Coordinate, torch.Tensor] = {(): tensor}
     for axis in range(mesh.ndim):
         size = mesh.sizes[axis]
@@ -195,11 +195,11 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
             for place, value in terms.items()
             for index, term in enumerate(_uneven_terms(value, size) if partial else [value] * size)
         }
-    # The terms are cut as if they were the same everywhere, so only shard placements are left to be applied.
+    # Only shard placements are left to be applied to the terms.
     whole = Spec.of(
         *(Spec.all_replicated(1)[0] if axis in spec.partial_axes else spec[axis] for axis in range(mesh.ndim))
     )
-    # Programs may read anything in the place of padding: no number, or one that no index should be.
+    # Padding may be anything: use nan, or an integer that is out of range as an index.
     padding = math.nan if is_inexact(tensor.dtype) else 1 if tensor.dtype == torch.bool else 101
     return {
         coordinate: shard(term, whole, mesh, coordinate, padded=True, padding=padding)
@@ -208,17 +208,17 @@ def shard_unevenly(tensor: torch.Tensor, spec: Spec, mesh: MeshShape) -> dict[Co
 
 
 def _uneven_terms(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Terms that add up to the tensor: 60 % of what is left each time, with an offset that the last one undoes."""
+    """Terms whose sum is the tensor: 60 % of the remainder each time, plus an offset that the last term undoes."""
     finite = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
     scale = finite.abs().to(torch.float64).mean().item() if tensor.numel() else 1.0
-    # Not the default generator: what the operator draws must not depend on how its operands were cut.
+    # Not the default generator: the operator's numbers must not depend on how its operands were sharded.
     generator = torch.Generator().manual_seed(count)
     rest, terms = finite, []
     for index in range(count - 1):
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * (index + 1) * scale
         terms.append((0.6 * rest + noise).to(tensor.dtype))
         rest = rest - terms[-1]
-    # What is infinite or no number is in one term alone, as it can not be split.
+    # Infinities and nan cannot be split: put them into one term.
     return [*terms, torch.where(torch.isfinite(tensor), rest, tensor)]
 
 
@@ -237,7 +237,7 @@ def _problems(
         if draws.random:
             yield from draws.problems(runs, specs, mesh)
             return
-    except Exception as error:  # whatever the operator raises on shards is what is wrong with the strategy
+    except Exception as error:  # any error on shards is a fault of the strategy
         yield f"the local program fails with {type(error).__name__}: {error}"
         return
     tolerance = max((_tolerance(tensor.dtype) for tensor in operands.operands), default=0.0)
@@ -251,17 +251,17 @@ def _problems(
 def compare(
     shards: Mapping[Coordinate, torch.Tensor], spec: Spec, mesh: MeshShape, whole: torch.Tensor, tolerance: float = 0.0
 ) -> str | None:
-    """Return the problem of shards of `whole` that should lie as `spec` says, replicas included; None without one.
+    """Return what is wrong with shards of `whole` under `spec`, replicas included; None if they are right.
 
     Args:
-        tolerance: relative difference that rounding of the operands explains; rounding of the result comes on top.
+        tolerance: relative difference due to rounding of the operands; rounding of the result is added.
     """
     if problem := layout_problem(shards, spec, mesh, whole):
         return f"as {spec} {problem}"
     tolerance = max(tolerance, _tolerance(whole.dtype))
     absolute = tolerance
     if whole.numel() and whole.dtype != torch.bool:
-        # Beside the largest finite magnitude: small elements may be differences of large ones.
+        # Relative to the largest finite magnitude: small elements may be differences of large ones.
         absolute *= max(1.0, torch.nan_to_num(whole.abs(), nan=0.0, posinf=0.0).max().item())
     replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
     first: Mapping[Coordinate, torch.Tensor] | None = None
@@ -269,12 +269,12 @@ def compare(
         chosen = dict(zip(replicated, copy, strict=True))
         held = {place: shards[tuple(chosen.get(axis, index) for axis, index in enumerate(place))] for place in shards}
         if first is not None and all(torch.equal(held[place], first[place]) for place in shards):
-            # What was right of the first copy is right of this one.
+            # Equal to the first copy, which was right.
             continue
         first = first or held
         try:
             total = unshard(held, spec, mesh, tuple(whole.shape))
-            # Most are equal, and that takes no time.
+            # Most are equal, which is fast to check.
             if not torch.equal(total, whole):
                 torch.testing.assert_close(total, whole, rtol=tolerance, atol=absolute, equal_nan=True)
         except (AssertionError, RuntimeError, ValueError) as error:
@@ -284,29 +284,29 @@ def compare(
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Relative and absolute difference that rounding explains."""
+    """Relative and absolute difference due to rounding."""
     if not is_inexact(dtype):
         return 0.0
     eps = torch.finfo(dtype).eps
-    # The terms of partial sums are larger than the sum, so that numbers of half precision lose several bits of it.
+    # Terms of partial sums are larger than the sum, so half precision loses several of its bits.
     return 1e-9 if eps < 1e-12 else 1e-4 if eps < 1e-6 else max(5e-2, 16 * eps)
 
 
-# Operators that draw at random.
+# Random operators.
 
-# As many draws as tell two distributions apart at every position, in a moment: a guess that works.
+# Draws per position, to tell two distributions apart.
 _SEED_COUNT = 32
 _FALSE_ALARM_RATE = 1e-7
-"""The rate at which a right strategy would be called wrong, were the seeds not fixed."""
+"""The rate at which a right strategy would be called wrong if seeds were not fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The results of an operator on whole tensors, under one seed each.
+    """The results of an operator on whole tensors, one per seed.
 
-    What a strategy draws must be a function of the step's seed alone, the same on replicas, different on shards, and
-    distributed as what the operator draws on one device: as a whole (two-sample Kolmogorov-Smirnov) and at every
-    position (means). The seeds are fixed, so that a finding is found each time.
+    The numbers of a strategy must be a function of the step's seed alone, equal on replicas, different on shards, and
+    distributed as the operator's on one device: as a whole (two-sample Kolmogorov-Smirnov) and at every position
+    (means). Seeds are fixed, so that findings are reproducible.
 
     Attributes:
         whole: its results as a tuple, for every seed; those under the first seed alone if nothing is random.
@@ -318,7 +318,7 @@ class Draws:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds to run a strategy under: where the numbers are random, the first one comes again at the end."""
+        """The seeds to run a strategy with; if numbers are random, the first seed is repeated at the end."""
         return (*range(len(self.whole)), 0) if self.random else (0,)
 
     def problems(
@@ -327,8 +327,8 @@ class Draws:
         """Yield the problems of a strategy's results.
 
         Args:
-            runs: for every one of `seeds`, the shards of every result; None for a result that is no tensor.
-            specs: where the results should lie.
+            runs: for each of `seeds`, the shards of every result; None for a result that is no tensor.
+            specs: the specs that the results should have.
         """
         for position, spec in enumerate(specs):
             shards = [one for run in runs if (one := run[position]) is not None]
@@ -339,26 +339,26 @@ class Draws:
 
 
 def reference_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draws:
-    """Run an operator on whole tensors, as often as it takes to know what it draws. The generator is left as it was."""
+    """Run an operator on whole tensors, once per seed if it is random. The generator's state is restored."""
     with torch.random.fork_rng(devices=[]):
         first = _run_seeded(op, args, kwargs, 0)
         seeded = torch.Tag.nondeterministic_seeded in op.tags
         whole = (first, *(_run_seeded(op, args, kwargs, seed) for seed in range(1, _SEED_COUNT if seeded else 1)))
-        # A few draws out of few outcomes, such as three coins, may come up alike under some of the seeds.
+        # A few draws with few outcomes, such as three coins, may be equal under some of the seeds.
         pairs = (pair for other in whole[1:] for pair in zip(first, other, strict=True))
         random = not all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor))
         return Draws(whole if random else (first,), random)
 
 
 def _run_seeded(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> tuple[Any, ...]:
-    # The generators of GPUs stay as they are: only this one is put back.
+    # Seed only this generator, since it is the only one that is restored, not those of GPUs.
     torch.default_generator.manual_seed(seed)
     result = op(*args, **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec, mesh: MeshShape) -> str | None:
-    """Return the problem of one result: its shards under every seed, then the first again, beside the operator's."""
+    """Return the problem of one result, from its shards per seed (the first seed twice) and the operator's results."""
     problem = layout_problem(shards[0], spec, mesh, whole[0])
     problem = problem or next(filter(None, (_replica_problem(held, spec, mesh) for held in shards)), None)
     if problem is not None:
@@ -371,12 +371,12 @@ def _problem(shards: Sequence[Shards], whole: Sequence[torch.Tensor], spec: Spec
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """The values as float64, of complex ones the real and imaginary parts along a last dim."""
+    """The values as float64, with the parts of complex numbers along a last dim."""
     return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)
 
 
 def layout_problem(shards: Shards, spec: Spec, mesh: MeshShape, whole: torch.Tensor) -> str | None:
-    """Return the problem of the dtypes or shapes of shards that should lie as `spec` says; None without one."""
+    """Return what is wrong with the dtypes or shapes of shards under `spec`; None if they are right."""
     dtypes, shapes = {value.dtype for value in shards.values()}, {tuple(value.shape) for value in shards.values()}
     if dtypes != {whole.dtype}:
         return f"its dtype is {dtypes}, not {whole.dtype}"
@@ -390,20 +390,20 @@ def _replica_problem(shards: Shards, spec: Spec, mesh: MeshShape) -> str | None:
     replicated = [axis for axis, placement in enumerate(spec) if placement.is_replicate()]
     for coordinate, value in shards.items():
         first = tuple(0 if axis in replicated else place for axis, place in enumerate(coordinate))
-        # What pads an uneven shard may be no number, and counts for nothing, but it is the same on replicas.
+        # Padding of an uneven shard does not count and may be nan, but is equal on replicas.
         if not torch.allclose(value, shards[first], rtol=0, atol=0, equal_nan=True):
             return f"replicas draw different numbers: the rank at {coordinate} and that at {first}"
     return None
 
 
 def _distribution_problem(drawn: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Return a problem if two samples, the draws along the first dim, do not come from one distribution."""
+    """Return a problem if two samples, with draws along the first dim, have different distributions."""
     count = whole.numel()
     distance = _distribution_distance(drawn.flatten(), whole.flatten())
     limit = math.sqrt(-math.log(_FALSE_ALARM_RATE / 2) / 2) * math.sqrt(2 / count)
     if distance > limit:
         return f"the numbers are distributed otherwise: Kolmogorov-Smirnov distance {distance:.3g}, above {limit:.3g}"
-    # A floor under the deviation of a mean: 32 draws of a rare event may all be alike.
+    # A lower bound on the deviation of a mean: 32 draws of a rare event may all be equal.
     spread = (drawn.var(0) + whole.var(0)) / len(whole) + 1e-4 * whole.var(0).mean()
     score = ((drawn.mean(0) - whole.mean(0)).abs() / spread.sqrt().clamp_min(1e-12)).max().item()
     if score > 7:
@@ -421,7 +421,7 @@ def _distribution_distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: MeshShape) -> str | None:
-    """Return a problem if two shards draw the same numbers: then they go up and down together over the seeds."""
+    """Return a problem if two shards draw the same numbers, so that they are correlated over the seeds."""
     for axis in spec.shard_axes:
         first, *others = (
             tuple(place * (number == axis) for number in range(mesh.ndim)) for place in range(mesh.sizes[axis])
@@ -434,7 +434,7 @@ def _shard_problem(drawn: torch.Tensor, whole: torch.Tensor, spec: Spec, mesh: M
 
 
 def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, first: Coordinate, second: Coordinate) -> float:
-    """Correlation over the draws, position by position, of the parts of two ranks."""
+    """Correlation of the parts of two ranks over the draws, summed over positions."""
     cut = [torch.stack([shard(draw, spec, mesh, coordinate) for draw in values]) for coordinate in (first, second)]
     common = [slice(min(sizes)) for sizes in zip(*(part.shape for part in cut), strict=True)]
     parts = [part[tuple(common)] - part[tuple(common)].mean(0) for part in cut]
@@ -442,7 +442,7 @@ def _correlation(values: torch.Tensor, spec: Spec, mesh: MeshShape, first: Coord
     return ((parts[0] * parts[1]).sum() / norm).item()
 
 
-# The arguments of `check`: an operator by any of its names, and a sample call of it in any common form.
+# The arguments of `check`: an operator by any of its names, and a sample call in any common form.
 
 
 def sample_call(

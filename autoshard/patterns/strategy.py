@@ -19,10 +19,10 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import canonical
 from autoshard.specs.spec import BlockShard, Routed, Spec, shard_placement
 
-# Rules with several implementations: the factors to choose from, and the variant that choices stand for.
+# Rules with several implementations: the offered factors, and the variant that belongs to choices.
 #
-# Choices count the factors of the rule first, then those that its variants add under new names. Factors of one name in
-# two variants are the same loop, so that an axis may keep its choice while another axis changes the implementation.
+# Choices are indices into the factors of the rule, followed by factors with new names in its variants. Factors of one
+# name in two variants are the same loop, so one axis may keep its choice while another changes the implementation.
 #
 # Source: Whale 3.2.2: a pattern has several implementations, and the cheapest wins.
 
@@ -32,7 +32,7 @@ Choices = tuple[int, ...]
 WHOLE = -1
 
 ABSENT = -(2**31)
-"""The choice, on every axis, of an operator that does not run: one of a problem in which it may be left out."""
+"""The choice, on every axis, of an operator that does not run, in problems where it may be left out."""
 
 
 def linear_choice(index: int) -> int:
@@ -41,11 +41,11 @@ def linear_choice(index: int) -> int:
 
 
 def offered_factors(rule: Rule) -> tuple[Factor, ...]:
-    """Return the factors that choices count: those of the rule, then those that each variant adds."""
+    """Return the factors that choices index: those of the rule, then those that each variant adds."""
     if not rule.variants:
         return rule.factors
     offered: dict[str, Factor] = {}
-    # The rule's own first, so that choices of them are indices of its factors.
+    # The rule's own factors first, so that choices of them are their indices in the rule.
     for each in (rule, *rule.variants):
         for factor in each.factors:
             offered.setdefault(factor.name, factor)
@@ -53,7 +53,7 @@ def offered_factors(rule: Rule) -> tuple[Factor, ...]:
 
 
 def offered_linear(rule: Rule) -> tuple[frozenset[int], ...]:
-    """Return the linear sets that choices count: those of the rule, then those that each variant adds."""
+    """Return the linear sets that choices index: those of the rule, then those that each variant adds."""
     if not rule.variants:
         return rule.linear
     return tuple(dict.fromkeys(operands for each in (rule, *rule.variants) for operands in each.linear))
@@ -64,7 +64,7 @@ def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
     if not rule.variants:
         return rule, choices
     factors, linear = offered_factors(rule), offered_linear(rule)
-    # The rule itself first: a variant stands for choices that the rule does not know.
+    # The rule itself first: variants are for choices that the rule does not have.
     for variant in (rule, *rule.variants):
         translated = tuple(_choice_in_variant(variant, choice, factors, linear) for choice in choices)
         if None not in translated:
@@ -75,7 +75,7 @@ def variant_for(rule: Rule, choices: Choices) -> tuple[Rule, Choices] | None:
 def _choice_in_variant(
     variant: Rule, choice: int, factors: tuple[Factor, ...], linear: tuple[frozenset[int], ...]
 ) -> int | None:
-    """Return an offered choice as the variant counts it; None if the variant does not have it."""
+    """Return an offered choice as an index of the variant; None if the variant does not have it."""
     if choice == WHOLE:
         return WHOLE
     if choice < WHOLE:
@@ -88,24 +88,24 @@ def _choice_in_variant(
 
 
 def resolve_variant(rule: Rule, choices: Choices) -> tuple[Rule, Choices]:
-    """Return the implementation that the choices stand for, and the choices as indices of its factors.
+    """Return the implementation that has the choices, and the choices as indices of its factors.
 
-    The choices must go together, as `fits` says.
+    The choices must satisfy `fits`.
     """
     resolved = variant_for(rule, choices)
     assert resolved is not None, f"no variant knows all of {choices}"
     return resolved
 
 
-# Strategies for one mesh axis, and those that go together.
+# Choices for one mesh axis, and compatible combinations of them.
 
-# A guess that works: beyond it, half of the devices idle, and some other strategy is better.
+# Beyond it, half of the devices idle, and some other strategy is better.
 MOST_PADDING = 2
 """The largest ratio of padded work to true work, over all axes, of a strategy that is offered."""
 
 
 def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
-    """Return all choices, of every variant, for one mesh axis of `size` devices; `WHOLE` alone on an axis of one."""
+    """Return all choices, of every variant, for a mesh axis of `size` devices; only `WHOLE` for size 1."""
     if size == 1:
         return (WHOLE,)
     factors = (
@@ -117,13 +117,13 @@ def axis_choices(rule: Rule, size: int) -> tuple[int, ...]:
 
 
 def _pads(size: int, factor: Factor, steps: int | None = None) -> bool:
-    """Return True if `size` ranks may split a factor, or `steps` of it, in padded blocks."""
+    """Return True if `size` ranks may split a factor, or `steps` of it, into padded blocks."""
     steps = factor.size if steps is None else steps
     return factor.uneven and steps > 1 and ceil_div(steps, size) * size <= MOST_PADDING * steps
 
 
 def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
-    """Return True if the choices go together.
+    """Return True if the choices of all axes are compatible.
 
     * Some variant has all of them.
     * The axes of a factor divide it; only the last may pad it, unless it divides another part of the factor.
@@ -144,22 +144,22 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
             return False
         if not sizes or divides(math.prod(sizes), factor.size):
             continue
-        # The axes split a factor in mesh order, the first outermost: behind one that pads it, none has equal steps.
+        # Axes split a factor in mesh order, outermost first: after an axis that pads, steps are unequal.
         others = math.prod(sizes[:-1])
         above = factor.size // others
         if not divides(others, factor.size) or not _pads(sizes[-1], factor, above):
             return False
-        if factor.contiguous and len(sizes) > 1:  # padding would stand inside the stretches of the outer axis
+        if factor.contiguous and len(sizes) > 1:  # padding would be inside the stretches of the outer axis
             return False
-        # Padding one part is of no use where the axis splits another evenly.
+        # Padding one part is useless where the axis splits another evenly.
         if _divides_another_part(rule, choices, mesh, index, sizes[-1]):
             return False
         padded.add(index)
     if len(padded) > 1:
-        # `_pads` has looked at each axis alone; together they may still pad too much.
+        # `_pads` checks each axis alone; together they may still pad too much.
         parts = math.prod(size for size, choice in zip(mesh.sizes, choices, strict=True) if choice >= 0)
         tensors = (dims for dims in (*rule.operands, *rule.results) if dims is not None)
-        # Two factors with padding in one dim leave padding between elements, which no spec says.
+        # Two padded factors in one dim put padding between elements, which no spec expresses.
         share_dim = any(len(padded.intersection(dim)) > 1 for dims in tensors for dim in dims)
         if share_dim or parts > MOST_PADDING * work_split(rule, choices, mesh):
             return False
@@ -173,7 +173,7 @@ def fits(rule: Rule, choices: Choices, mesh: MeshShape) -> bool:
 def _divides_another_part(rule: Rule, choices: Choices, mesh: MeshShape, index: int, size: int) -> bool:
     """Return True if an axis of `size` could split, without padding, another part of the same original factor."""
     factor = rule.factors[index]
-    # A dynamic size is padded because nothing is known of what divides it, not because another part is better.
+    # A dynamic size is padded because its divisors are unknown, not because another part is better.
     if factor.base == factor.name or is_dynamic(factor.size):
         return False
     for place, part in enumerate(rule.factors):
@@ -185,7 +185,7 @@ def _divides_another_part(rule: Rule, choices: Choices, mesh: MeshShape, index: 
 
 
 def uneven_axis(rule: Rule, choices: Choices, mesh: MeshShape, factor: int) -> int | None:
-    """Return the mesh axis that pads a factor: the last that chose it, where it does not divide the remaining steps."""
+    """Return the mesh axis that pads a factor: the last that splits it, if it does not divide the remaining steps."""
     axes = [axis for axis, choice in enumerate(choices) if choice == factor and mesh.sizes[axis] > 1]
     if not axes or divides(math.prod(mesh.sizes[axis] for axis in axes), rule.factors[factor].size):
         return None
@@ -196,7 +196,7 @@ def splits(rule: Rule, choice: int, factor: int) -> bool:
     """Return True if an axis with this choice splits a factor."""
     if choice == factor:
         return True
-    # Groups are held with their rows, so that splitting them splits the sources of rows too.
+    # Groups are held with their rows, so splitting them also splits the sources of rows.
     return choice >= 0 and rule.factors[choice].routed == "group" and rule.factors[factor].routed == "source"
 
 
@@ -210,7 +210,7 @@ def local_size(rule: Rule, choices: Choices, mesh: MeshShape, factor: int, befor
 
 
 def partial_kind(rule: Rule, choice: int, result: int) -> str | None:
-    """Return the reduction that a choice, under a rule without variants, leaves open on a result, if any."""
+    """Return the pending reduction of a result under a choice, if any, for a rule without variants."""
     if choice <= -2:
         return "sum"
     dims = rule.results[result]
@@ -218,7 +218,7 @@ def partial_kind(rule: Rule, choice: int, result: int) -> str | None:
         return None
     if rule.factors[choice].routed and len(rule.operands) + result in rule.routed:
         return None
-    # A result that lacks a factor which no operand has either is equal on all ranks.
+    # If no operand has the factor, a result without it is equal on all ranks.
     if not any(_holds(rule, operand, choice) for operand in rule.operands):
         return None
     return rule.factors[choice].reduction(result)
@@ -244,7 +244,7 @@ def operand_specs(rule: Rule, strategies: Iterable[Choices], mesh: MeshShape, op
 
 
 def result_spec(rule: Rule, choices: Choices, mesh: MeshShape, result: int) -> Spec:
-    """Return the spec in which the strategy leaves a result; replicated for a result that is no tensor."""
+    """Return the spec of a result under the strategy; replicated for a result that is no tensor."""
     return result_specs(rule, (choices,), mesh, result)[0]
 
 
@@ -266,7 +266,7 @@ class _AxisEffect(NamedTuple):
 
     Attributes:
         split: the loops that it splits, as pairs of a dim and a position among the factors of the dim.
-        partial: the reduction that it leaves open, if any.
+        partial: the pending reduction, if any.
         routed: for routed rows, the arguments of the placement `Routed`.
     """
 
@@ -300,7 +300,7 @@ def _specs(
     effect_of: Callable[[Rule, int], _AxisEffect],
 ) -> list[Spec]:
     """Return a spec per strategy, from the effects of its choices; equal effects share one spec."""
-    # Hundreds of strategies have a handful of effects. These are numbered, since hashing small integers is cheap.
+    # Hundreds of strategies have a handful of effects, numbered because hashing small integers is cheap.
     numbers: dict[_AxisEffect, int] = {}
     caches: dict[int, _SpecCache] = {}  # by the identity of the variant
     specs = []
@@ -309,7 +309,7 @@ def _specs(
         cache = caches.get(id(variant))
         if cache is None:
             sizes = tuple(tuple(variant.factors[factor].size for factor in dim) for dim in dims_of(variant))
-            # A dynamic size equals the example's number, but makes other specs: it is no key of a cache.
+            # A dynamic size equals the example's number, but gives other specs, so it is no key of a cache.
             dynamic = any(is_dynamic(size) for dim in sizes for size in dim)
             cache = caches[id(variant)] = _SpecCache(sizes, _spec if dynamic else _cached_spec)
         for choice in chosen:
@@ -332,8 +332,8 @@ class _SpecCache:
     Attributes:
         sizes: sizes of the factors of every dim.
         make: the function from sizes, effects and mesh to a spec.
-        effect_numbers: the number of the effect of every choice.
-        specs: the spec of every combination of effects, by their numbers.
+        effect_numbers: choice -> number of its effect.
+        specs: numbers of the effects, one per axis -> spec.
     """
 
     sizes: _Sizes
@@ -348,16 +348,16 @@ def _spec(sizes: _Sizes, effects: tuple[_AxisEffect, ...], mesh: MeshShape) -> S
     Within a factor, axes split in mesh order, the first axis outermost.
     """
     placements: list[Placement] = [Partial(effect.partial) if effect.partial else Replicate() for effect in effects]
-    steps = [list(dim) for dim in sizes]  # the steps of every factor that the axes so far have left local
+    steps = [list(dim) for dim in sizes]  # local steps of every factor after the axes so far
     for axis, (effect, size) in enumerate(zip(effects, mesh.sizes, strict=True)):
         if effect.routed is not None and size > 1:
             placements[axis] = Routed(*effect.routed)
         for dim, place in effect.split if effect.routed is None else ():
-            # Torch reads placements so: the split factor counts the local steps to the left in the dim.
+            # torch's split factor is the number of local steps of the outer factors in the dim.
             outer = math.prod(steps[dim][:place])
             placements[axis] = shard_placement(dim, outer)
             if steps[dim][place] % size:
-                # Blocks of whole steps of the factor, with all that stands inside them.
+                # Blocks of whole steps of the factor, including its inner factors.
                 block = ceil_div(steps[dim][place], size) * math.prod(steps[dim][place + 1 :])
                 placements[axis] = BlockShard(dim, block, outer)
         for dim, place in effect.split:
@@ -366,7 +366,7 @@ def _spec(sizes: _Sizes, effects: tuple[_AxisEffect, ...], mesh: MeshShape) -> S
     return canonical([math.prod(dim) for dim in sizes], spec, mesh) if spec.has_blocks else spec
 
 
-# Layers repeat: most operators of a model have tensors of the same factors.
+# Most operators of a model have tensors with equal factors, since layers repeat.
 _cached_spec = lru_cache(maxsize=1 << 16)(_spec)
 
 
@@ -380,7 +380,7 @@ def local_shape(rule: Rule, dims: Dims, choices: Choices, mesh: MeshShape, whole
 
 def work_split(rule: Rule, choices: Choices, mesh: MeshShape) -> float:
     """Return the ratio of the operator's work to that of one rank; padding is work."""
-    # Routed rows are the work of either way to split them, whose factor is the source.
+    # Splitting sources or groups both split the work on routed rows, whose factor is the source.
     source = next((index for index, factor in enumerate(rule.factors) if factor.routed == "source"), None)
     split = dict.fromkeys(
         source if source is not None and rule.factors[choice].routed else choice for choice in choices if choice >= 0
@@ -402,11 +402,11 @@ def describe(rule: Rule, choices: Choices, mesh: MeshShape) -> str:
 
 
 def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
-    """Return True if a choice for the shared axis leaves unequal shares as they are.
+    """Return True if a choice for the shared axis keeps unequal shares.
 
-    An operator on the shared size is split along it, or whole. Any other operator may be split by anything.
+    An operator on the shared size is split along it, or whole. Any other operator may be split in any way.
     """
-    # No other factor comes in such shares, and no partial sum is scattered into them.
+    # No other factor has such shares, and no partial sum is scattered into them.
     factors = offered_factors(rule)
     if choice == WHOLE or not any(shared.is_of_whole(factor.size) for factor in factors):
         return True
@@ -415,7 +415,7 @@ def keeps_shares(rule: Rule, choice: int, shared: SharedAxis) -> bool:
 
 def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshShape) -> bool:
     """Return True if axes other than the shared one split dims of the shared size in multiples of it."""
-    # A block of part of the shared size could have the length of a share without being one.
+    # A block of a part of the shared size could have the length of a share without being a share.
     factors, others = offered_factors(rule), [axis for axis in range(mesh.ndim) if axis != shared.axis]
     return all(
         shared.is_multiple(
@@ -425,24 +425,24 @@ def splits_evenly(rule: Rule, choices: Choices, shared: SharedAxis, mesh: MeshSh
     )
 
 
-# Many strategies at once, in arrays: on three axes an operator has hundreds.
+# Many strategies at once, as arrays: on three axes an operator has hundreds.
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
 def is_plain(rule: Rule) -> bool:
-    """Return True if a rule has one implementation, static sizes and no routed rows, so that arrays describe it."""
+    """Return True if a rule has no variants, dynamic sizes or routed rows, so that the array functions apply."""
     return not rule.variants and not any(factor.routed or is_dynamic(factor.size) for factor in rule.factors)
 
 
 def fitting_choices(rule: Rule, per_axis: Sequence[Sequence[int]], mesh: MeshShape) -> tuple[Choices, ...]:
-    """Return the combinations of a choice per axis that fit, as `fits` says, in the order of a product."""
+    """Return the combinations of a choice per axis that satisfy `fits`, in the order of a product."""
     every = tuple(itertools.product(*per_axis))
     if not is_plain(rule):
         return tuple(choices for choices in every if fits(rule, choices, mesh))
     table = np.array(every, dtype=np.int64)
-    # Without padding, `fits` only asks that no result is partial in two ways; the padded few are asked one by one.
+    # Without padding, `fits` only requires one reduction per result; call it for the few padded ones.
     even, clear = is_evenly_split(rule, table, mesh), _has_one_reduction(rule, table)
     return tuple(
         choices
@@ -452,7 +452,7 @@ def fitting_choices(rule: Rule, per_axis: Sequence[Sequence[int]], mesh: MeshSha
 
 
 def is_evenly_split(rule: Rule, table: IntArray, mesh: MeshShape) -> BoolArray:
-    """Return per row of `table` (`[strategies, axes]`) if the axes divide every factor that they split; `is_plain`."""
+    """Return, per row of `table` (`[strategies, axes]`), if axes divide the factors they split; for plain rules."""
     even = np.ones(len(table), dtype=np.bool_)
     for index, factor in enumerate(rule.factors):
         even &= factor.size % np.where(table == index, mesh.sizes, 1).prod(axis=1) == 0
@@ -460,7 +460,7 @@ def is_evenly_split(rule: Rule, table: IntArray, mesh: MeshShape) -> BoolArray:
 
 
 def local_sizes(rule: Rule, table: IntArray, mesh: MeshShape) -> IntArray:
-    """Return the steps of every factor on one rank, padding included: `[strategies, factors]`; `is_plain`."""
+    """Return the local steps of every factor, padding included, as `[strategies, factors]`; for plain rules."""
     local = np.tile([factor.size for factor in rule.factors], (len(table), 1)).astype(np.int64)
     for axis, size in enumerate(mesh.sizes):
         split = table[:, axis, None] == np.arange(len(rule.factors))
@@ -469,10 +469,10 @@ def local_sizes(rule: Rule, table: IntArray, mesh: MeshShape) -> IntArray:
 
 
 def _has_one_reduction(rule: Rule, table: IntArray) -> BoolArray:
-    """Return per row if all axes that leave a result partial leave the same reduction open."""
+    """Return, per row, if all axes over which a result is partial have the same reduction."""
     clear = np.ones(len(table), dtype=np.bool_)
     for result in range(len(rule.results)):
-        # Reductions as numbers, 0 for none: all that are not 0 have to equal the largest.
+        # Reductions as numbers, 0 for none: all others have to equal the largest.
         kinds: dict[str | None, int] = {None: 0}
         left = np.zeros_like(table)
         for choice in np.unique(table).tolist():

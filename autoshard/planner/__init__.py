@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from autoshard import operators as operators  # what captures put into graphs, with rules and prices
+from autoshard import operators as operators  # operators that captures add to graphs, with rules and prices

@@ -1,7 +1,7 @@
 """The seconds of a step under some decisions: its operators and collectives, and the replay of its program.
 
-`StepAccount` lists operators and reshards as the search counts them. The seconds of a plan are those of the program to
-which the decisions lead: its replay on streams (`timeline`).
+`StepAccount` lists operators and reshards as the search counts them. The seconds of a plan are those of its program's
+replay on streams (`timeline`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def value_uses(flow: Flow) -> Iterator[ValueUse]:
             target, gradient = flow.output_spec(output), output.kind == "gradient"
             yield ValueUse(value, output, phase_of(output), target, position, gradient)
 
-    # An input that is handed back unchanged is an output without an operator.
+    # An input that is returned unchanged is an output without an operator.
     for source in flow.graph.inputs:
         yield from output_uses(Value(source.node), 0)
     for position, node in enumerate(flow.rules.operators):
@@ -105,7 +105,7 @@ class StepAccount:
         resharder: finds the reshards.
 
     Attributes:
-        reshards: the reshards in the order of their first use; every copy is made once.
+        reshards: the reshards in the order of first use; every copy is made once.
     """
 
     def __init__(self, flow: Flow, tables: StrategyTables, resharder: Resharder) -> None:
@@ -123,7 +123,7 @@ class StepAccount:
                 if key in copies:
                     continue
                 copies.add(key)
-                # Only the last reshard before the optimizer is a gradient's reduction; a shared copy before it is not.
+                # Only the last reshard before the optimizer reduces a gradient; a shared copy before it does not.
                 gradient = use.gradient and spec is use.target
                 resharder = self.resharder.gradients if gradient else self.resharder
                 path = resharder.path(use.value.meta.shape, use.value.meta.dtype.itemsize, source, spec)
@@ -208,7 +208,7 @@ class StepAccount:
         return self.tables.strategy_seconds(call, rule, self._choices(node), self.rules.zeros[node])
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """Return the seconds of an operator's compute alone."""
+        """Return the seconds of an operator's compute, without collectives."""
         if self._is_pinned(node) or node.target in HOST_COPIES:
             return 0.0
         # The tables keep the seconds of both; few operators have collectives inside.
@@ -223,13 +223,13 @@ class StepAccount:
 
 
 class OperatorPrices(KernelPrices):
-    """Prices at which a local program costs as much as the search assumes: as the operator that it stands for.
+    """Prices at which a local program costs as much as in the search: as the operator that it replaces.
 
     Args:
         tables: the search's prices of strategies.
     """
 
-    # Kernel by kernel, an eager local program would cost more, and a compiled one less. Plans are compared by the
+    # Priced by kernels, an eager local program would cost more, and a compiled one less. Plans are compared by the
     # seconds that the search minimised.
 
     def __init__(self, tables: StrategyTables) -> None:
@@ -257,20 +257,20 @@ class OperatorPrices(KernelPrices):
 class SharePrices(KernelPrices):
     """Prices of a program of equal shares for a rank with another share (Whale, 3.3.1).
 
-    An operator that computes with a share takes as many times as long as the share is larger; others take as long as
-    with equal shares. Calls that belong to no operator, such as copies and pieces, count as the longer of both.
+    The time of an operator that computes with a share is proportional to it; others take as long as with equal shares.
+    Calls that belong to no operator, such as copies and pieces, count as the longer of both.
 
     Args:
-        flow: the graph and the decisions that the program is made of.
+        flow: the graph and decisions of the program.
         cluster: the cluster; its `device` is the rank's.
         shared: the mesh axis whose ranks have shares, if there is one.
-        share: the rank's share as a multiple of an equal one.
+        share: the rank's share as a multiple of an equal share.
     """
 
     def __init__(self, flow: Flow, cluster: Cluster, shared: SharedAxis | None, share: float) -> None:
         self._equal = OperatorPrices(StrategyTables(CostModel(cluster, flow.mesh), shared))
         super().__init__(self._equal.cost)
-        # A rank with a larger share computes as a slower device with an equal one does.
+        # A rank with a larger share is like a slower device with an equal share.
         cluster = replace(cluster, device=scaled_device(cluster.device, 1 / share))
         self._scaled = OperatorPrices(StrategyTables(CostModel(cluster, flow.mesh), shared))
         self._is_scaled = {node.name: _splits_share(flow, node, shared) for node in flow.rules.operators}
@@ -292,8 +292,8 @@ def _splits_share(flow: Flow, node: fx.Node, shared: SharedAxis | None) -> bool:
 def timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
     """Return the step on a stream of compute and one of communication for each kind of link.
 
-    The replay runs the calls of the program itself, with its copies, masks and local programs, its joined reductions,
-    and gathers that are started ahead.
+    The replay runs the calls of the program, with its copies, masks and local programs, joined reductions, and gathers
+    that start early.
     """
     return replay([operation for operation, _ in step_calls(program, prices)])
 
@@ -304,6 +304,6 @@ def step_calls(program: PredictedProgram, prices: KernelPrices) -> list[tuple[Op
 
 
 def reduction_timeline(program: PredictedProgram, prices: KernelPrices) -> Timeline:
-    """Return the reductions of gradients that the backward half leaves unreduced; no compute hides them."""
+    """Return the replay of the deferred reductions of gradients; no compute hides them."""
     graphs = () if program.unreduced is None else (program.unreduced.scheduled_graph(),)
     return replay(operations(graphs, prices.cost.mesh.names, prices))

@@ -1,7 +1,7 @@
-"""Where the backward half has what it reads of the forward half: bytes by module, for the account of a plan.
+"""How the backward half gets values of the forward half: bytes by module, for the account of a plan.
 
-What is kept, on the device or on the host, is found in the program (`ProgramEstimate.footprint`). What is made again is
-found here, in the decisions: copies that are gathered again, and results of operators that run again.
+Values that are kept, on the device or on the host, are counted in the program (`ProgramEstimate.footprint`). Recomputed
+values are counted here, from the decisions: copies that are gathered again, and results of operators that run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.specs.spec import Spec
 
 
 def backward_sources(account: StepAccount, kept: Mapping[str, Mapping[Source, int]]) -> dict[str, dict[str, int]]:
-    """Return the bytes that the backward half reads of what the forward half made, as `Memory.sources` has them.
+    """Return the bytes of values of the forward half that the backward half reads, as in `Memory.sources`.
 
     Args:
         account: of the step.
@@ -43,13 +43,13 @@ def backward_sources(account: StepAccount, kept: Mapping[str, Mapping[Source, in
 
 
 def _gathered_again(account: StepAccount) -> Iterator[tuple[str, int]]:
-    """Yield module and bytes of the copies that the backward half reads of what both halves gather."""
+    """Yield module and bytes of the copies in the backward half of values that both halves gather."""
     flow, gathers = account.flow, defaultdict[str, list[StepReshard]](list)
     for reshard in account.reshards:
         if not reshard.gradient and any(step.kind == "all_gather" for step in reshard.path.steps):
             gathers[reshard.phase].append(reshard)
     before = {_origin(reshard.value) for reshard in gathers["forward"]}
-    # A copy that is only gathered further is none that an operator reads.
+    # No operator reads a copy that is only gathered further.
     read = {(use.value, use.target) for use in value_uses(flow) if use.phase == "backward"}
     for reshard in gathers["backward"]:
         target = reshard.path.target
@@ -58,7 +58,7 @@ def _gathered_again(account: StepAccount) -> Iterator[tuple[str, int]]:
 
 
 def _origin(value: Value) -> tuple[str, int]:
-    """Return name and result of the operator, or the parameter, that a value is of, made again or cast or not."""
+    """Return name and result of the original operator or parameter of a value that may be recomputed or cast."""
     node = uncast(value.node)
     if node.op != "placeholder":
         node = value.node
@@ -66,11 +66,11 @@ def _origin(value: Value) -> tuple[str, int]:
 
 
 def _run_again(flow: Flow) -> Iterator[tuple[str, int]]:
-    """Yield module and bytes of what runs again, without the results that are read by what runs again alone."""
+    """Yield module and bytes of results that run again, except those read only by operators that run again."""
     read: dict[fx.Node, None] = {}
     for node in flow.rules.operators:
         if flow.graph.phase(node) == "backward" and RECOMPUTES not in node.meta:
-            # A view of what is kept is taken again, and makes nothing.
+            # A recomputed view of a kept value allocates nothing.
             read |= dict.fromkeys(map(base_in_memory, node.all_input_nodes))
     for node in read:
         if RECOMPUTES in node.meta:

@@ -46,12 +46,12 @@ class BoundarySpecs:
         constraints, value, name = self.constraints, Value(source.node), source.name
         rule = self.rules.rules[source.node]
         if source.kind == "tangent":
-            # The gradient of an output arrives with the output's spec; the problem ties both.
+            # The gradient of an output has the output's spec; the problem ties both.
             if name in constraints.outputs:
                 return [constraints.outputs[name]]
             specs = self._open_specs(rule, constraints.planned_outputs)
             return [spec for spec in specs if is_boundary_spec(value, spec, self.mesh)]
-        # The last resort, where no spec of the rule keeps the pins: whole on all other axes.
+        # The last resort, if no spec of the rule satisfies the pins: whole on all other axes.
         pinned = constraints.pinned.get(name, (None,) * self.mesh.ndim)
         pinned_spec = Spec.of(*(placement or Replicate() for placement in pinned))
         if None not in pinned:
@@ -63,7 +63,7 @@ class BoundarySpecs:
             if is_storage_spec(value, spec, self.mesh) and not self._has_uneven_shares(value, spec)
         ]
         if source.kind == "input":
-            # Such as a cache, whose rows are written where they lie: shards with padding would be copied.
+            # Such as a cache, whose rows are written in place: shards with padding would be copied.
             specs = [spec for spec in specs if is_even(value.meta.shape, spec, self.mesh)]
         allowed = [
             spec
@@ -71,16 +71,16 @@ class BoundarySpecs:
             if all(pin is None or pin == placement for pin, placement in zip(pinned, spec, strict=True))
         ]
         sharding = self.restrictions.sharded_parameters.get(name, ())
-        # A restriction is a wish, unlike a pin: one that no spec meets is dropped.
+        # A restriction is a preference, unlike a pin: it is dropped if no spec satisfies it.
         allowed = [spec for spec in allowed if all(axis in spec.shard_axes for axis in sharding)] or allowed
         allowed = allowed or [pinned_spec]
         if name not in constraints.forced:
             return allowed
-        # A parameter that nothing can shard stays whole: memory is then saved by other means.
+        # A parameter that cannot be sharded is replicated: memory has to be saved elsewhere.
         return [spec for spec in allowed if spec.shard_axes] or self._uneven_specs(value) or allowed
 
     def of_output(self, name: str, node: fx.Node) -> list[Spec]:
-        """Return the specs in which an output may come back."""
+        """Return the specs in which an output may be returned."""
         value = value_of(node)
         if name in self.constraints.outputs:
             return [self.constraints.outputs[name]]
@@ -91,7 +91,7 @@ class BoundarySpecs:
 
     def _has_uneven_shares(self, value: Value, spec: Spec) -> bool:
         """Return True if ranks would hold shares of a tensor, or blocks that do not divide the shared size."""
-        # No `DTensor` has such shards, and what lies outside the step are DTensors.
+        # No `DTensor` has such shards, and tensors outside of the step are DTensors.
         shared, shape = self.constraints.shared, value.meta.shape
         if shared is None:
             return False
@@ -122,7 +122,7 @@ class BoundarySpecs:
 
 
 def row_outputs(rules: GraphRules, mesh: MeshShape, axes: Sequence[int]) -> dict[str, Spec]:
-    """Return how the outputs that have the batch lie if axes split it, by their names.
+    """Return the specs of outputs with a batch dim if axes split it, by name.
 
     Raises:
         HintError: an output has the batch and other dims in one, and the axes do not divide the batch.
@@ -132,7 +132,7 @@ def row_outputs(rules: GraphRules, mesh: MeshShape, axes: Sequence[int]) -> dict
     batch = next((int(inputs[name][0]) for name in names_with_batch(inputs)), 1)
     names, dims = [mesh.names[axis] for axis in axes], rules.batch_dims(outputs.values())
     if batch == 1:
-        # A dim of one step is followed through no operator: what begins with one, in a batch of one, is its row.
+        # Dims of size 1 are not propagated: in a batch of one, an output whose first dim is 1 has the batch there.
         shapes = {node: value_of(node).meta.shape for node in outputs.values()}
         dims = {node: 0 for node, shape in shapes.items() if shape and shape[0] == 1}
     parts = part_of_rows(mesh, names, (0,) * mesh.ndim)[0]
@@ -152,17 +152,17 @@ def row_outputs(rules: GraphRules, mesh: MeshShape, axes: Sequence[int]) -> dict
 
 
 def is_boundary_spec(value: Value, spec: Spec, mesh: MeshShape) -> bool:
-    """Return True if inputs, outputs and their gradients can have a spec: torch can say it, even with empty shards."""
+    """Return True if inputs, outputs and their gradients can have a spec: torch supports it, even with empty shards."""
     return not (spec.has_blocks or spec.partial_axes or spec.is_routed) and is_placeable(value.meta.shape, spec, mesh)
 
 
 def is_storage_spec(value: Value, spec: Spec, mesh: MeshShape) -> bool:
-    """Return True if a tensor can have a spec outside the step: torch can say it, and no rank has an empty shard."""
+    """Return True if a tensor can have a spec outside the step: torch supports it, and no rank has an empty shard."""
     shape = value.meta.shape
     long = all(shape[dim_of(spec[axis], len(shape))] >= mesh.sizes[axis] for axis in spec.shard_axes)
     splits = [(placement.dim, split_factor_of(placement)) for placement in spec if is_shard(placement)]  # type: ignore[attr-defined]
     dims = [dim for dim, _ in splits]
-    # `DTensor.full_tensor` gathers a dim wrongly that several axes split, one of them strided.
+    # `DTensor.full_tensor` is wrong for a dim that several axes split, one of them strided.
     is_plain = all(factor == 1 or dims.count(dim) == 1 for dim, factor in splits)
     return is_plain and not spec.has_blocks and (long or is_even(shape, spec, mesh))
 

@@ -1,4 +1,4 @@
-"""What searches within a memory limit share; plans with rows of memory in the problem; the error where no plan fits."""
+"""Common parts of searches within a memory limit; plans with memory rows in the problem; the error if none fits."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Plan = TypeVar("Plan")
 _MAX_CORRECTIONS = 7  # times that the memory rows of the integer program are tightened
 
 MEMORY_ONLY = 1e3
-"""Costs of a step that all the memory of a plan has where memory alone counts."""
+"""The price of all memory of a plan, in costs of a step, where only memory counts."""
 
-# A moment that holds a tenth less than the peak weighs exp(-3), a twentieth, of it. A guess that works.
+# A moment with a tenth less than the peak has exp(-3), a twentieth, of its weight.
 _SHARPNESS = 30.0
-_NEGLIGIBLE_SHARE = 1e-2  # of all bytes; a guess that works
+_NEGLIGIBLE_SHARE = 1e-2  # of all bytes
 
 
 def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePlan | None:
     """Return the fastest plan found with rows of memory in the problem (Rhino 4.2); None if no plan fits."""
-    # The rows leave out copies that a reshard makes: their limit is lowered by what the account finds too much.
+    # The rows ignore copies made by reshards: lower their limit by the excess in the account.
     rows = float(limit)
     for _ in range(_MAX_CORRECTIONS):
         try:
@@ -59,12 +59,12 @@ def solve_with_memory_rows(planner: PlanningContext, limit: int) -> CandidatePla
 
 
 class Remedy(NamedTuple):
-    """A change that makes the peak smaller.
+    """A change that reduces the peak.
 
     Attributes:
         change: what to do.
-        what: what needs the bytes of `peak`, with the verb.
-        peak: the peak that was seen with the change; None if it was not tried.
+        what: the subject that needs the bytes of `peak`, with the verb.
+        peak: the peak with the change; None if it was not tried.
     """
 
     change: str
@@ -73,7 +73,7 @@ class Remedy(NamedTuple):
 
 
 class ShortfallError(BudgetError):
-    """No plan of one graph fits a limit; the remedies are not known yet, since finding them takes long.
+    """No plan of one graph fits a limit; remedies are not yet known, since finding them takes long.
 
     Args:
         limit: the memory limit in bytes per device.
@@ -89,8 +89,8 @@ class ShortfallError(BudgetError):
         super().__init__(self._message(()), self._least.peak)
 
     def with_remedies(self) -> BudgetError:
-        """Return the error that also names the remedies, each tried once; those that are enough come first."""
-        # If time is up, so is the time for remedies.
+        """Return the error with remedies, each tried once; sufficient ones come first."""
+        # If time is up, there is none for remedies.
         remedies = () if self._late else sorted(self._find_remedies(), key=self._may_be_short)
         return BudgetError(self._message([self._text_of(each) for each in remedies]), self._least.peak)
 
@@ -100,7 +100,7 @@ class ShortfallError(BudgetError):
     def _text_of(self, remedy: Remedy) -> str:
         if remedy.peak is None:
             return remedy.change
-        # A quick try is no proof that it is not enough.
+        # A quick try does not prove that it is insufficient.
         short = " or less; that is more than the limit" if remedy.peak > self._limit else ""
         return f"{remedy.change} ({remedy.what} {format_bytes(remedy.peak)}{short})"
 
@@ -108,7 +108,7 @@ class ShortfallError(BudgetError):
         planner, least = self._planner, self._least
         parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in memory_parts(least).items())
         where = f"in the {least.phase}{f' of {least.module}' if least.module else ''}" if least.phase else ""
-        # What the optimizer holds at its peak does not depend on the batch.
+        # The optimizer's memory does not depend on the batch.
         batch = [] if least.phase == "optimizer" else ["make the batch smaller"]
         *listed, last = [f"Raise memory_limit to {least.peak} bytes", *remedies, *batch]
         advice = f"{', '.join(listed)}, or {last}" if listed else last
@@ -123,11 +123,10 @@ class ShortfallError(BudgetError):
         )
 
     def _find_remedies(self) -> Iterator[Remedy]:
-        """Return the changes that make the peak smaller."""
+        """Return the changes that reduce the peak."""
         planner, leanest, least = self._planner, self._leanest, self._least.peak
         room = planner.settings.host_memory
-        # Remedies are tried with memory priced where the leanest plan holds most: a whole search for each would take
-        # long.
+        # Try remedies with memory priced at the peak of the leanest plan: a whole search for each would take long.
         prices = memory_prices(peak_weights(leanest.held_bytes), MEMORY_ONLY, leanest.cost, least)
         forced = drop_negligible(forceable_parameters(planner.graph, planner.constraints))
         constraints = replace(planner.constraints, forced=frozenset(forced))
@@ -183,7 +182,7 @@ class ShortfallError(BudgetError):
         longest = max(range(mesh.ndim), key=lambda axis: mesh.sizes[axis])
         sizes = [size * 2 if axis == longest else size for axis, size in enumerate(mesh.sizes)]
         mesh = MeshShape.of(dict(zip(mesh.names, sizes, strict=True)))
-        # The cluster may be a list of devices, of which there are no more; and pins may not fit the larger mesh.
+        # The cluster may have a fixed number of devices, and pins may not fit the larger mesh.
         if (planner.cluster.count is not None and mesh.size > planner.cluster.count) or not _pins_fit(
             planner, constraints, mesh
         ):
@@ -195,7 +194,7 @@ class ShortfallError(BudgetError):
 
 
 def _without_kept_values(planner: PlanningContext) -> JointGraph:
-    """Return the graph of a planner in which nothing is kept, and all runs again or is moved that its settings let."""
+    """Return a planner's graph in which everything is recomputed or moved that its settings allow."""
     graph = planner.graph
     freed = graph_of_plan(replace(captured_step(graph), kept={}), graph.recomputed, graph.offloaded)
     if planner.settings.recompute == "auto":
@@ -207,14 +206,14 @@ def _without_kept_values(planner: PlanningContext) -> JointGraph:
 
 
 def _movable(graph: JointGraph) -> tuple[str, ...]:
-    """Return the names of all values that are worth a move."""
+    """Return the names of all values worth moving to the host."""
     return values_of_modules(graph, graph.graph.nodes)
 
 
 def _changed_memory(
     planner: PlanningContext, graph: JointGraph, constraints: Constraints, settings: Settings | None = None
 ) -> Memory | None:
-    """Return the memory of a changed graph, priced where its fastest plan holds most; None if there is no plan."""
+    """Return the memory of a changed graph, priced at the peak of its fastest plan; None if there is no plan."""
     changed = type(planner)(graph, planner.mesh, planner.cluster, planner.constraints, settings or planner.settings)
     changed.budget = planner.budget
     try:
@@ -226,7 +225,7 @@ def _changed_memory(
 
 
 def _smallest_memory(planner: PlanningContext, constraints: Constraints, prices: np.ndarray) -> Memory | None:
-    """Return the memory of the plan at prices at which memory alone counts; None if there is no plan."""
+    """Return the memory of the plan at prices at which only memory counts; None if there is no plan."""
     try:
         return planner.solve(constraints, prices=prices).memory
     except AutoshardError:
@@ -238,7 +237,7 @@ def _peak_of(memory: Memory | None) -> float:
 
 
 def _peak_on_device(memory: Memory | None, room: int | None) -> float:
-    """Return the peak of a device; infinite if its host has less room than what is moved there."""
+    """Return the peak of a device; infinite if the moved bytes exceed the room of its host."""
     fits = memory is not None and (room is None or memory.host <= room)
     return _peak_of(memory) if fits else math.inf
 
@@ -257,16 +256,16 @@ def find_leanest(
     min_gain: float | None = None,
     held_bytes: Callable[[CandidatePlan], np.ndarray] = lambda plan: plan.held_bytes,
 ) -> tuple[CandidatePlan, np.ndarray]:
-    """Return the plan with the smallest peak, and the weights of the moments that led to it.
+    """Return the plan with the smallest peak, and the weights of moments that led to it.
 
-    This is fictitious play between a planner and an opponent who picks the moment: every plan is the cheapest if memory
-    alone has a price, at the moments at which the plans before held most on average.
+    This is fictitious play between a planner and an opponent who picks the moment: every plan is the cheapest if only
+    memory has a price, at the moments of the largest average memory of earlier plans.
 
     Args:
         start: the first plan.
         solve: returns the cheapest plan for weights of the moments; None to stop.
-        rounds: the most plans.
-        min_gain: part of the peak by which a plan must be leaner than the best one for another to be made, if any.
+        rounds: most plans.
+        min_gain: fraction of the peak by which a plan must be leaner than the best one to continue, if any.
         held_bytes: bytes of a plan at every moment.
     """
     best, average = start, held_bytes(start)
@@ -275,13 +274,13 @@ def find_leanest(
         plan = solve(weights)
         if plan is None:
             break
-        # A plan that is hardly leaner is kept, and ends the game.
+        # A plan that is hardly leaner is kept, and ends the search.
         gained = min_gain is None or plan.memory.peak < (1.0 - min_gain) * best.memory.peak
         if plan.memory.peak < best.memory.peak:
             best, best_weights = plan, weights
         if not gained:
             break
-        # The opponent answers the average of all plans, not the last one, or both would go round in circles.
+        # The opponent responds to the average of all plans: responding to the last one would cycle.
         average = (average * count + held_bytes(plan)) / (count + 1)
         weights = peak_weights(average)
     return best, best_weights
@@ -302,7 +301,7 @@ def names_by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def drop_negligible(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes without the smallest, which together are less than a hundredth: sharding them frees little."""
+    """Return the sizes without the smallest, which are less than a hundredth in total: sharding them frees little."""
     left, kept = _NEGLIGIBLE_SHARE * sum(sizes.values()), dict(sizes)
     for name in reversed(names_by_size(sizes)):
         left -= sizes[name]
@@ -317,12 +316,12 @@ def largest_names(sizes: Mapping[str, int], share: float) -> frozenset[str]:
 
     Source: Rhino 4.4, "Memory Constraints": "We choose the smallest k that provides a feasible solution."
     """
-    # Few of the parameters are large, so steps of equal factors in k are steps of about equal bytes.
+    # Few parameters are large, so equal factors in k are about equal steps in bytes.
     return frozenset(names_by_size(sizes)[: round(max(len(sizes), 1) ** share)])
 
 
 def peak_weights(held: np.ndarray) -> np.ndarray:
-    """Return weights of the moments, summing to one, from the bytes held at each: most where most is held."""
+    """Return weights of the moments, with sum 1, that grow with the bytes held at each."""
     weights = np.exp(_SHARPNESS * (held / held.max() - 1.0))
     return np.asarray(weights / weights.sum())
 
@@ -331,7 +330,7 @@ def memory_prices(weights: np.ndarray, strength: float, cost: float, peak: float
     """Return seconds per byte at every moment.
 
     Args:
-        weights: of the moments; they sum to one.
+        weights: of the moments, with sum 1.
         strength: cost of a plan's whole memory, in costs of a step.
         cost: of a step, in seconds.
         peak: bytes of a plan's whole memory.
@@ -347,19 +346,19 @@ def first_that_fits(
     limit: int,
     tolerance: float = 0.0,
 ) -> CandidatePlan:
-    """Return the fastest plan within a limit among those of several levels, making few of them.
+    """Return the fastest plan within a limit among those of several levels, by bisection.
 
-    A plan made at the middle of an interval is left out unless it lies between the interval's two ends, both in
-    seconds and in bytes. The plans that remain form one row for all limits, in which bytes fall and seconds rise,
-    whatever `make` returns, and no limit gives a slower plan than this row has for it.
+    A plan at the middle of an interval is ignored unless it is between the two ends in both seconds and bytes. The
+    remaining plans are one sequence for all limits with falling bytes and rising seconds, whatever `make` returns, and
+    no limit gets a slower plan than its plan in this sequence.
 
     Args:
         fastest: a plan that does not fit.
         leanest: a plan that fits.
-        levels: number of plans that can be made between these.
+        levels: number of possible plans between these.
         make: makes the plan of a level, from 1, next to the fastest, to `levels`, next to the leanest.
         limit: bytes that a plan may hold.
-        tolerance: share of a plan's seconds by which two may differ and no plan between them is made.
+        tolerance: relative difference of seconds of two plans below which no plan between them is made.
     """
     low, high, left, right = fastest, leanest, 0, levels + 1
     fitting = [leanest]
@@ -370,12 +369,12 @@ def first_that_fits(
         if held <= limit:
             fitting.append(plan)
         if seconds < low.step_seconds or held >= low.memory.peak:
-            left = middle  # outside the interval at the fast end: left out for every limit
+            left = middle  # outside of the interval at the fast end: ignored for every limit
         elif seconds > high.step_seconds or held <= high.memory.peak:
             right = middle  # outside it at the lean end
         elif held <= limit:
             high, right = plan, middle
         else:
             low, left = plan, middle
-    # A plan that was left out is taken where it fits and is faster than the row's.
+    # An ignored plan is used if it fits and is faster than that of the sequence.
     return min((high, *fitting), key=lambda plan: plan.step_seconds)

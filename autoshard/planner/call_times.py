@@ -1,4 +1,4 @@
-"""The predicted step of a candidate call by call, kept in little memory, and as the record that a plan has of it."""
+"""The predicted step of a candidate call by call, stored compactly, and as the record in a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.plans.step_replay import CollectiveSpan, ComputeSpan, HeldBytes, 
 from autoshard.program.program_replay import COLLECTIVE_KINDS, collective_call
 from autoshard.simulate.events import COMPUTE, Operation, Timeline
 
-_DIGITS = 9  # nanoseconds: a longer text would make files of plans larger
+_DIGITS = 9  # nanoseconds, to keep files of plans small
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class CallTimes:
         seconds, exposed, hidden: of the replay, as in `Timeline`.
     """
 
-    # A search keeps many candidates, and each has thousands of calls: hence an array.
+    # An array, since a search keeps many candidates with thousands of calls each.
     compute: np.ndarray
     collectives: tuple[CollectiveSpan, ...]
     seconds: float
@@ -46,10 +46,10 @@ class CallTimes:
             operators: the number of operators of the step.
         """
         compute, collectives = [], []
-        # A module that returns what it is given has no operators.
+        # A module that returns its arguments has no operators.
         moments, last = zip(calls, timeline.starts, timeline.ends, strict=True) if operators else (), operators - 1
         for (operation, node), start, end in moments:
-            # Reshards of outputs belong to the position behind the last operator.
+            # Reshards of outputs have the position after the last operator.
             moment = node.meta["position"]
             if moment > last:
                 moment = last
@@ -68,7 +68,7 @@ class CallTimes:
         """Return the record for a plan.
 
         Args:
-            held: kind of memory -> moments and bytes, as `memory.footprint.changes_by_kind` returns them.
+            held: kind of memory -> moments and bytes, from `memory.footprint.changes_by_kind`.
             operators: the number of operators of the step.
         """
         return StepReplay(
@@ -77,7 +77,7 @@ class CallTimes:
                 for moment, start, end in self.compute.tolist()
             ),
             collectives=self.collectives,
-            # The optimizer's update is the last moment. What is held to the end is not freed in the step.
+            # The optimizer's update is the last moment. Memory held to the end is not freed in the step.
             held={
                 kind: tuple(HeldBytes(moment, amount) for moment, amount in changes.tolist() if moment <= operators)
                 for kind, changes in held.items()

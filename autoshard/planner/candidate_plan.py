@@ -39,7 +39,7 @@ class ReplayedStep(NamedTuple):
     """The replay of a program.
 
     Attributes:
-        seconds: of the step, with communication that slows down the compute beside it.
+        seconds: of the step, with concurrent compute slowed down by communication.
         exposed: seconds of the step in which a device communicates and does not compute.
         calls: the times of its calls.
     """
@@ -55,12 +55,12 @@ class Footprint(NamedTuple):
     Attributes:
         memory: the account, with the peak.
         held: bytes at every moment, of shape `(moments,)`.
-        changes: kind -> moments and bytes, as `changes_by_kind` returns them.
+        changes: kind -> moments and bytes, from `changes_by_kind`.
         saved: bytes of the saved tensors at the peak, by the moments at which they are made.
         kept: path of a module -> bytes that a run keeps between its halves, on the device or on the host.
-        lives: of every allocation its bytes, the first moment, and the first moment after it: shape `(allocations, 3)`.
-        makers: of every allocation the operator that makes it, or the input that is held or whose gradient it is, by
-            the name of its node.
+        lives: bytes, first moment, and first moment after the end of every allocation: shape `(allocations, 3)`.
+        makers: for every allocation, the node name of the operator that makes it, or of the input that is held or whose
+            gradient it is.
     """
 
     memory: Memory
@@ -73,7 +73,7 @@ class Footprint(NamedTuple):
 
 
 class ProgramPricing(Protocol):
-    """The graph of some decisions, and what makes and prices their programs; see `PlanningContext`."""
+    """The graph of some decisions, and methods that make and price their programs; see `PlanningContext`."""
 
     @property
     def graph(self) -> JointGraph: ...
@@ -122,7 +122,7 @@ class ProgramEstimate:
 
     @cached_property
     def host_update_seconds(self) -> float:
-        """Seconds of the updates on the host, behind the step."""
+        """Seconds of the updates on the host, after the step."""
         return update_seconds(self.context.host_updates(self._flow))
 
     @cached_property
@@ -148,7 +148,7 @@ class ProgramEstimate:
             return Footprint(memory, held, changes_by_kind(allocated), saved_at_peak(allocated), kept, lives, makers)
 
     def _maker(self, allocation: Allocation) -> str:
-        """Return the name of the node that makes an allocation; a gradient lies as its parameter does."""
+        """Return the name of the node that makes an allocation; for a gradient, that of its parameter."""
         if allocation.kind in AT_REST or allocation.kind == "gradient":
             return self._inputs.get(allocation.name, "")
         operators = self.context.rules.operators
@@ -163,7 +163,7 @@ class ProgramEstimate:
         return self.times[0].calls.step_replay(self.footprint.changes, len(self.context.rules.operators))
 
     def _take_program(self) -> PredictedProgram:
-        # Made for the first measurement and dropped at the second: a program is large, and a search keeps many plans.
+        # Kept from the first measurement to the second only: a program is large, and a search keeps many plans.
         program = self._program or self.context.program(self._flow, self.context.settings.left_unreduced)
         self._program = None if self._program else program
         return program
@@ -199,9 +199,7 @@ class CandidatePlan:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of the step, with communication that slows down the compute beside it, and of updates on
-        the host.
-        """
+        """Predicted seconds of the step, with compute slowed down by communication, and of updates on the host."""
         return self.estimate.times[0].seconds + self.host_update_seconds
 
     @property

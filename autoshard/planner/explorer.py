@@ -18,11 +18,11 @@ from autoshard.plans.frontier import pareto_front
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.units import format_bytes
 
-# Prices of a second of copies to the host and back, in seconds of the step. Compute hides most of them, up to what the
-# link carries beside it, which no sum knows: the replay judges the plans that both prices lead to.
+# Prices of a second of copies to the host and back, in seconds of the step. Compute hides most of them, up to the
+# capacity of the link, which is not a sum of costs: the replay compares the plans of both prices.
 _COPY_PRICES = (0.1, 0.2)
 
-_SMALL_GAP = 1e-4  # part of memory times part of time that a gap may leave
+_SMALL_GAP = 1e-4  # product of relative memory and relative time of a gap that is not searched
 
 
 class Explorer:
@@ -30,7 +30,7 @@ class Explorer:
 
     Args:
         planner: the planner of the graph.
-        may_rerun: True if operators may run again to keep a memory limit.
+        may_rerun: True if operators may run again to satisfy a memory limit.
     """
 
     def __init__(self, planner: Planner, *, may_rerun: bool) -> None:
@@ -40,14 +40,14 @@ class Explorer:
         self._bound = -math.inf  # of the cost of every plan within the limit
 
     def plan(self, unlimited: CandidatePlan | None = None) -> ShardingPlan:
-        """Return the fastest plan that keeps the memory limit of the planner's settings, if there is one.
+        """Return the fastest plan within the memory limit of the planner's settings, if there is one.
 
         Args:
             unlimited: the plan without the memory limit, if it is known.
 
         Raises:
             ShortfallError: no plan that was found fits the memory limit; the message names the smallest peak.
-            KeyboardInterrupt: the search was interrupted before it met a plan that fits.
+            KeyboardInterrupt: the search was interrupted before it found a plan that fits.
         """
         planner = self.planner
         planner.warn_of_unknown_operators()
@@ -64,8 +64,8 @@ class Explorer:
             return plan.estimate.context.describe(plan)
 
     def leanest(self) -> ShardingPlan:
-        """Return the plan with the smallest peak that is found, which shards all that it can."""
-        # Nothing fits in a byte: all plans with small peaks are met.
+        """Return the plan with the smallest peak that is found, which shards everything possible."""
+        # Nothing fits into one byte, so the search finds all plans with small peaks.
         search = LimitSearch(self._context(), 1, [self.planner.solve(self.planner.constraints)])
         search.run()
         plan = search.leanest_met
@@ -73,20 +73,20 @@ class Explorer:
 
     @property
     def may_move(self) -> bool:
-        """True if values may be moved to the host beside those that hints name."""
+        """True if values may be moved to the host besides those in hints."""
         return self.planner.settings.offload == "auto" and self.planner.settings.method != "force"
 
     def frontier(self, gaps: int) -> list[ShardingPlan]:
-        """Return the plans that no other one met beats both in seconds and in bytes, from the smallest peak on.
+        """Return the Pareto-optimal plans in seconds and bytes among those found, from the smallest peak on.
 
-        Plans are searched within limits in the middle of the widest gaps between those that are known. Source of the
-        question: TensorOpt, section 3, whose frontier is of sums; here the replay and the account of programs decide.
+        Plans are searched within limits in the middle of the widest gaps between known ones. As in TensorOpt, section
+        3, whose frontier is of sums; here the replay and the account of programs decide.
 
         Args:
-            gaps: the most limits; the planner itself has none.
+            gaps: most limits; the planner itself has none.
 
         Raises:
-            BudgetError: the host has no room for what hints move there.
+            BudgetError: the host has no room for the values that hints move there.
         """
         planner = self.planner
         planner.warn_of_unknown_operators()
@@ -115,10 +115,10 @@ class Explorer:
     def _meet_within(
         self, limit: int, contexts: Sequence[RerunContext], pool: Sequence[CandidatePlan]
     ) -> list[CandidatePlan]:
-        """Return the plans of a pool, and those that are met on the way to a limit in one context after another."""
+        """Return the plans of a pool, and those found in the search for a limit in one context after another."""
         met = [*pool]
         for context in contexts:
-            # Where nothing may be moved, the problem knows no plan with moves.
+            # If nothing may be moved, the problem has no plans with moves.
             known = [plan for plan in met if context.moves or not self._moves(plan)]
             search = LimitSearch(context, limit, known)
             search.run()
@@ -126,11 +126,11 @@ class Explorer:
         return met
 
     def _moves(self, plan: CandidatePlan) -> bool:
-        """Return True if a plan moves more than hints name."""
+        """Return True if a plan moves more values than hints do."""
         return len(plan.estimate.context.graph.offloaded) > len(self.planner.graph.offloaded)
 
     def _context(self, copy_price: float | None = None, may_host: bool = False) -> RerunContext:
-        # A graph whose layers have nothing to run again has no second operators either.
+        # Without layers to recompute, there are no operators to rerun.
         may_rerun = self.may_rerun and bool(recomputable(self.planner.graph))
         return RerunContext(self.planner, may_rerun, copy_price, may_host)
 
@@ -141,7 +141,7 @@ class Explorer:
         planner.unlimited_seconds = fastest.step_seconds
         if limit is None or fastest.memory.peak <= limit:
             return fastest
-        # A bound of the problem without a limit is one with it, and if operators run again.
+        # A bound of the problem without a limit is also one with a limit, and if operators run again.
         self._bound = cheapest.lower_bound
         return self._with_bound(self._within(limit, cheapest, fastest))
 
@@ -154,13 +154,13 @@ class Explorer:
         prices = _COPY_PRICES if self.may_move else ()
         if not prices and not may_host:
             self._bound = max(self._bound, self._search.bound)
-        # What was met without the host stays in the search.
+        # Plans found without the host stay in the search.
         for price in prices or ((None,) if may_host else ()):
             if not planner.budget.is_over:
                 context = self._context(price, may_host)
                 self._search = LimitSearch(context, limit, [cheapest, *self._search.met])
                 plan = self._search.run()
-                if price == min(prices, default=None):  # no plan costs less at another one
+                if price == min(prices, default=None):  # no plan costs less at another price
                     self._bound = max(self._bound, self._search.bound)
         planner.met[:] = self._search.met
         rows = solve_with_memory_rows(planner, limit) if planner.settings.method == "ilp" else None
@@ -171,7 +171,7 @@ class Explorer:
         return plan
 
     def _best_met(self) -> CandidatePlan:
-        """Return the best plan that was met and fits the limit; raise `KeyboardInterrupt` if there is none."""
+        """Return the best plan found that fits the limit; raise `KeyboardInterrupt` if there is none."""
         if self._search is None:
             best = self.planner.best
         else:
@@ -181,7 +181,7 @@ class Explorer:
         return best
 
     def _with_bound(self, plan: CandidatePlan) -> CandidatePlan:
-        """Return a plan with the bound of all plans, in place of one at the prices of memory that led to it."""
+        """Return a plan with the bound of all plans, instead of that at its prices of memory."""
         return replace(plan, lower_bound=min(self._bound, plan.cost))
 
 
@@ -194,12 +194,12 @@ def _middle(lean: CandidatePlan, fast: CandidatePlan) -> int:
 
 
 def _gap_area(lean: CandidatePlan, fast: CandidatePlan) -> float:
-    """Return the area between the frontier as it is known and as it may be, relative to the ends of the gap."""
+    """Return the area between the known and the best possible frontier in a gap, relative to its ends."""
     return (fast.memory.peak / lean.memory.peak - 1.0) * (lean.step_seconds / fast.step_seconds - 1.0)
 
 
 def check_host(moved: int, planner: Planner) -> None:
-    """Raise a `BudgetError` if the host has less room for one device than the bytes that a plan moves there."""
+    """Raise a `BudgetError` if a plan moves more bytes to the host than its room for one device."""
     room = planner.settings.host_memory
     if room is not None and moved > room:
         raise BudgetError(

@@ -1,6 +1,6 @@
 """Hints: placements that the user pins, by globs over names of parameters and paths of modules.
 
-Regions, of hints and of marks in the model's code, say what runs again, is kept, or is moved to the host; they change
+Regions, in hints and in marks of the model's code, define what is recomputed, kept, or moved to the host; they change
 the captured step before it is planned (`regions.py`).
 """
 
@@ -46,17 +46,17 @@ def resolve(
     Args:
         hints: glob -> placements. A glob is matched against parameter names and module paths (`*` matches dots too); a
             module stands for every parameter below it. Placements are one placement, for every mesh axis; a sequence of
-            one for each mesh axis, None where the planner may choose; or a mapping from names of axes, which leaves
-            other axes to the planner. Primitives, and sequences of them, are ignored; they are for `task_graphs`. So is
-            what is for `regions.with_regions`, such as `autoshard.keep()`.
+            one for each mesh axis, None where the planner may choose; or a mapping from names of axes, where the
+            planner chooses for other axes. Primitives, and sequences of them, are ignored; they are for `task_graphs`.
+            So are hints for `regions.with_regions`, such as `autoshard.keep()`.
         parameters: name -> global shape.
-        aliases: name -> every name of the same (tied) parameter; a hint may use any of them.
+        aliases: name -> all names of the same (tied) parameter; a hint may use any of them.
         modules: paths of the modules.
         mesh: the mesh axes.
 
     Returns:
-        Name of every parameter that a hint reaches -> a placement for each mesh axis, None where the planner may
-        choose. Dims are counted from the front; on an axis of size 1 everything is replicated.
+        Name of every parameter with a hint -> a placement for each mesh axis, None where the planner may choose. Dims
+        are non-negative; on an axis of size 1 everything is replicated.
 
     Raises:
         HintError: a glob matches nothing; a value is none of the above, or is `Partial`; an axis does not exist; a dim
@@ -89,7 +89,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
     """
     globs: dict[str, str] = {}  # the first glob of every module, for errors
     graphs: dict[str, TaskGraph] = {}
-    # `resolve` raises the error of hints that are no mapping.
+    # `resolve` raises the error for hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
         primitives = _primitives_of(value)
         if not primitives:
@@ -197,7 +197,7 @@ def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
 
 
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:
-    """Return the parameters that a glob reaches, by their first names; `names` maps every alias to its first name."""
+    """Return the first names of the parameters that a glob matches; `names` maps every alias to its first name."""
     if not isinstance(glob, str):
         raise HintError(f"the hint {glob!r} is not a text: hints are keyed by globs over parameter and module names.")
     # The root module, whose path is empty, would match a glob such as `*` for all parameters.
@@ -219,7 +219,7 @@ def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]
 
 
 def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[Pin | None], mesh: MeshShape) -> None:
-    """Raise a `HintError` if a dim is too small for the axes that shard it, or must divide evenly and does not."""
+    """Raise a `HintError` if a dim is too small for the axes that shard it, or not divisible where it has to be."""
     for dim, size in enumerate(shape):
         sharding = {
             axis: pin
@@ -251,7 +251,7 @@ def _check_sizes(name: str, shape: Sequence[int], pins: Sequence[Pin | None], me
 
 
 def _divides(size: int, sharding: Mapping[int, Placement], mesh: MeshShape) -> bool:
-    """Return True if axes, of which each splits the shards of the ones before it, may shard a dim of this size."""
+    """Return True if axes, each splitting the shards of the previous ones, may shard a dim of this size."""
     # torch pads a plain Shard over a single axis.
     if len(sharding) == 1 and all(split_factor_of(placement) == 1 for placement in sharding.values()):
         return True

@@ -1,7 +1,7 @@
-"""Optimizer state that lies on the host, and updates there (ZeRO-Offload): their seconds, and their bytes.
+"""Optimizer state on the host, and updates there (ZeRO-Offload): their seconds, and their bytes.
 
 The gradient and the parameter are copied to the host, the host updates parameter and state, and the parameter is copied
-back. Copies of one parameter run beside the update of another one; nothing of it runs beside the step.
+back. Copies of one parameter overlap with the update of another; nothing overlaps with the step.
 
 Source: ZeRO-Offload (Ren et al., 2021), 4.1, without the overlap of copies with the backward half.
 """
@@ -23,7 +23,7 @@ _HOST_STREAM = "the host"
 
 
 class HostUpdate(NamedTuple):
-    """The update of one parameter whose optimizer state lies on the host.
+    """The update of one parameter with its optimizer state on the host.
 
     Attributes:
         to_host: seconds of the copies of gradient and parameter to the host.
@@ -52,7 +52,7 @@ class HostUpdate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The part of the longest of the three: what the update adds to many others, at least."""
+        """The longest of the three: the least that the update adds to many others."""
         return max(self.to_host, self.update, self.from_host)
 
 
@@ -67,13 +67,13 @@ def host_updates(flow: Flow, optimizer: OptimizerMemory, cost: CostModel) -> lis
 
 
 class StateOption(NamedTuple):
-    """What it frees, and takes, to have the optimizer state of one parameter on the host.
+    """Bytes and seconds of having the optimizer state of one parameter on the host.
 
     Attributes:
         node: the parameter's placeholder.
         seconds: of the update there, as `HostUpdate.seconds`.
         state: bytes that it frees throughout the step.
-        temporaries: bytes that it frees besides in the optimizer's step.
+        temporaries: further bytes that it frees in the optimizer's step.
     """
 
     node: str
@@ -83,14 +83,14 @@ class StateOption(NamedTuple):
 
 
 def state_options(flow: Flow, optimizer: OptimizerMemory, cost: CostModel) -> list[StateOption]:
-    """Return what it would mean for every trained parameter of a graph to have its state on the host."""
+    """Return the option of having its state on the host for every trained parameter of a graph."""
     options = []
     for source in flow.graph.parameters:
         if source.name in flow.graph.gradients:
             meta, name = Value(source.node).meta, source.node.name
             local = local_shape(meta.shape, flow.decisions.rest[name], flow.mesh)
             held, state = math.prod(local) * meta.dtype.itemsize, (meta.shape, local, meta.dtype.itemsize)
-            # Temporaries of one parameter after the other are those of the largest, with and without some others.
+            # Temporaries of one parameter at a time are those of the largest, whatever the others do.
             temporaries = optimizer.together * held if optimizer.foreach else 0
             seconds = HostUpdate.of(optimizer, cost, *state).seconds
             options.append(StateOption(name, seconds, optimizer.state_bytes(*state), temporaries))
@@ -98,10 +98,10 @@ def state_options(flow: Flow, optimizer: OptimizerMemory, cost: CostModel) -> li
 
 
 def cheapest_cover(options: Sequence[StateOption], bytes: float, step_bytes: float) -> list[StateOption] | None:
-    """Return options that free so many bytes throughout the step, and in the optimizer's step, in little time.
+    """Return cheap options that free `bytes` throughout the step, and `step_bytes` in the optimizer's step.
 
-    Of two greedy covers the cheaper one: cheap bytes first, and dear options last, each without what is not needed.
-    The result is None where all options free too little.
+    The cheaper of two greedy covers without unnecessary options: adding the cheapest bytes first, or removing the most
+    expensive options first. None if all options free too little.
     """
 
     def covers(chosen: Sequence[StateOption]) -> bool:
@@ -123,7 +123,7 @@ def cheapest_cover(options: Sequence[StateOption], bytes: float, step_bytes: flo
 
 
 def update_seconds(updates: Iterable[HostUpdate]) -> float:
-    """Return the seconds of updates in this order, each with its copies beside the updates of others."""
+    """Return the seconds of updates in this order, with copies that overlap with other updates."""
     operations: list[Operation] = []
     for update in updates:
         place = len(operations)

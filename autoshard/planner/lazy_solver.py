@@ -1,9 +1,9 @@
-"""Solves a problem at lower bounds of its prices: scans all options, and makes the prices of the near ones exact.
+"""Solves a problem at lower bounds of its prices: scans all options, and makes the prices of near ones exact.
 
-On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. A problem at
-lower bounds of the prices has an optimum that bounds that of the exact problem. If its solution counts on a price that
-is too low, the exact one takes its place, and the problem is solved again. A solution all of whose prices are exact is
-the best of the exact problem too, up to the gap that is proved.
+On three axes and more there are too many pairs of specs to find a path for each, but few of them matter. The optimum at
+lower bounds of prices bounds that of the exact problem. If its solution uses a price that is too low, the exact price
+replaces it, and the problem is solved again. A solution with only exact prices is optimal for the exact problem too, up
+to the proved gap.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from autoshard.solver.reduced_problem import ReducedProblem, restrict_messages, 
 
 _MAX_SCANS = 4  # scans of all options
 _MAX_UPDATES = 40  # updates of the prices of near options between two scans
-_MAX_SEGMENT_ROUNDS = 4  # solutions by segments, where messages leave a gap
+_MAX_SEGMENT_ROUNDS = 4  # solutions by segments, if message passing has a gap
 
 # Relative gaps between the best result and a bound.
-_EXACT_GAP = 1e-4  # no further prices are made exact
-_FIRST_SCAN_GAP = 2e-3  # the first scan ends: exact prices will change its result by more
-_PROPOSAL_GAP = 2e-2  # the search for a proposal ends: few passes do not bound it well
+_EXACT_GAP = 1e-4  # at which no further prices are made exact
+_FIRST_SCAN_GAP = 2e-3  # at which the first scan ends: exact prices will change its result by more
+_PROPOSAL_GAP = 2e-2  # at which the search for a proposal ends, whose bound by few passes is not tight
 
-UNTIED_ITERATIONS = 3  # passes at full depth before options are left out that are proved to be of no use
+UNTIED_ITERATIONS = 3  # passes at full depth before options that are proved useless are dropped
 _PROPOSAL_ITERATIONS = 5  # passes before a proposal is searched among near options
 _ROUNDING = 1e-9  # relative slack within which an option may be as good as a known assignment
 _PRICE_TOLERANCE = 1e-9  # relative difference up to which two prices are equal
 
-# An option is near if it raises the bound by less than this part of it when all layers choose it; on three axes about
-# ten options of an operator are near. An option of one layer may raise it by as much less as there are layers.
+# An option is near if it raises the bound by less than this fraction when all layers choose it; on three axes about ten
+# options of an operator are near. For an option of a single layer, the fraction is divided by the number of layers.
 _NEAR_MARGIN = 3e-3
 
 
 class LazySolver:
     """Solves a problem at lower bounds of its prices.
 
-    With repeated layers it searches one choice for equal layers; its bound is of the problem at full depth.
+    With repeated layers it searches one choice for equal layers; its bound is that of the problem at full depth.
 
     Args:
         lazy_costs: the problem, at prices that are at most the exact ones.
         resharder: the exact prices.
         tiling: the repeated layers; None if there are none.
         options: limits.
-        discount: the price of collectives of a kind that compute hides. The result is then a proposal: tied layers are
-            enough, if they come close to their bound, and nothing is proved.
+        discount: the price of collectives of a kind that compute hides. The result is then a proposal: tied layers
+            close to their bound suffice, and nothing is proved.
 
     Attributes:
-        lazy_costs: the problem with the exact prices that are known now.
+        lazy_costs: the problem with the exact prices known so far.
         best: the best result, with its cost at exact prices.
     """
 
@@ -92,7 +92,7 @@ class LazySolver:
         enough = _EXACT_GAP if self.discount is None else _PROPOSAL_GAP
         near = None if self.discount is None else self.lazy_costs.near_options(self.discount)
         if near is not None:
-            # Scans at a lower and a higher price have found the near options of all prices between.
+            # Scans at a lower and a higher price have found the near options of all prices in between.
             self._solve_near_options(near)
             return self.best
         for _ in range(_MAX_SCANS):
@@ -100,7 +100,7 @@ class LazySolver:
             if self._is_within(enough, bound) or self._is_finished():
                 break
             self._solve_near_options(near)
-            # The bound of a scan is of all options at prices that were too low: it holds, and may be enough.
+            # The bound of a scan, over all options at too low prices, is valid and may suffice.
             if self._is_within(enough, bound) or self._is_finished():
                 break
         if self.discount is not None:
@@ -137,7 +137,7 @@ class LazySolver:
     def _scan_options(self) -> tuple[list[IntArray], float]:
         """Return the options of tied layers that are near the best, by messages over all options, and their bound."""
         known, iterations = self.best.cost, ITERATIONS if self.discount is None else _PROPOSAL_ITERATIONS
-        # Before exact prices are known, a first result says little: the scan need not go on for it.
+        # Before exact prices are known, the result is rough, and the scan may end early.
         close = _EXACT_GAP if np.isfinite(known) else _FIRST_SCAN_GAP
         tied, start = self._tied_layers(self._whole()), self.lazy_costs.messages
         messages = run_messages(tied, iterations, self.options, start=start, upper=known, close=close)
@@ -146,15 +146,15 @@ class LazySolver:
         scans = (*self.lazy_costs.scans, OptionScan(self.discount, near))
         self.lazy_costs = replace(self.lazy_costs, messages=(messages.along, messages.against), scans=scans)
         if self.discount is None:
-            # The costs may be too low; the bound holds.
+            # The costs may be too low, but the bound is valid.
             self.best = better_result(self.best, replace(result, assignment=(), cost=float("inf")))
-        # The first scan only finds near options; its assignment counts if nothing better can follow.
+        # The first scan only finds near options; its assignment is used if nothing better can follow.
         if np.isfinite(known) or self._is_finished():
             self._update(replace(result, lower_bound=-np.inf))
         return near, messages.bound
 
     def _repeat_shares(self) -> np.ndarray:
-        """Return for every variable of tied layers how many layers share its choice, relative to the most."""
+        """Return, for every variable of tied layers, the number of layers with its choice, relative to the most."""
         if self.tiling is None:
             return np.ones(len(self.order))
         counts = Counter(self.tiling.follows)
@@ -162,17 +162,17 @@ class LazySolver:
         return repeated / repeated.max()
 
     def _solve_near_options(self, near: list[IntArray]) -> None:
-        """Solve with the near options of tied layers, until all prices of a result were exact."""
+        """Solve with the near options of tied layers until all prices of a result are exact."""
         assert self.lazy_costs.messages is not None
         warm: Start = self.lazy_costs.messages
         kept = near if self.tiling is None else [near[leader] for leader in self.tiling.follows]
         for attempt in range(_MAX_UPDATES):
             reduced = self._tied_layers(self._whole().restrict(kept))
-            # Each attempt starts from the messages of the one before, the first from those of the scan.
+            # Each attempt starts from the messages of the previous one, the first from those of the scan.
             start = warm if attempt else restrict_messages(reduced.problem, *self.lazy_costs.messages, near)
             messages = run_messages(reduced, ITERATIONS, self.options, start=start)
             warm, result = (messages.along, messages.against), result_of_messages(reduced, messages)
-            # Messages among few options may stall; segments of the small problem are quick.
+            # Message passing among few options may stall; segments of the small problem are fast.
             if messages.gap > CLOSE and not self.options.budget.interrupted:
                 result = better_result(result, solve_by_segments(reduced, self.options))
             changed = self._update(result)
@@ -180,7 +180,7 @@ class LazySolver:
                 break
 
     def _bound_untied(self, tiling: Tiling) -> None:
-        """Bound the whole problem, with all options of layers that choose freely, from the messages of tied ones."""
+        """Bound the whole problem, with independent layers and all options, from the messages of tied layers."""
         assert self.lazy_costs.messages is not None
         start = untie_messages(self._problem(), tiling.follows, *self.lazy_costs.messages)
         self._update(self.bound_in_two_passes(start, tiling.follows))
@@ -188,18 +188,18 @@ class LazySolver:
     def bound_in_two_passes(self, start: Start | None, follows: Sequence[int]) -> SolveResult:
         """Run some passes, and then more among the options that may be better than the best result.
 
-        An assignment with an option that is left out costs at least as much as the best result. So no assignment costs
-        less than that and the bound of the other options.
+        An assignment with a dropped option costs at least as much as the best result. So no assignment costs less than
+        the minimum of that and the bound of the other options.
         """
         upper, options, whole = self.best.cost, self.options, self._whole()
         messages = run_messages(whole, UNTIED_ITERATIONS, options, start=start, upper=upper, close=CLOSE)
         slack = upper - messages.bound + _ROUNDING * abs(upper)
-        # Without a known cost no option can be left out; with a small gap there is no need to.
+        # Without a known cost no option can be dropped; with a small gap none has to be.
         if options.budget.interrupted or not np.isfinite(slack) or slack <= CLOSE * abs(upper):
             return result_of_messages(whole, messages)
-        # What an option adds to the bound is read from a pass, and holds for the bound before it, as the slack does.
+        # A pass gives the increase of the bound by an option, relative to the bound before it, as the slack.
         messages.iterate()
-        # Equal layers keep the same options, and go on sharing their tables.
+        # Equal layers keep the same options, and share tables.
         kept_of: dict[int, IntArray] = {}
         for leader, within in zip(follows, messages.strategies_within(slack), strict=True):
             kept_of[leader] = np.union1d(kept_of[leader], within) if leader in kept_of else within
@@ -225,7 +225,7 @@ class OptionScan:
 
     Attributes:
         discount: the price of hidden seconds; None if they count in full.
-        near: per variable of the problem, or of its tied layers, the options that are near the best.
+        near: per variable of the problem, or of its tied layers, the options near the best.
     """
 
     discount: OverlapDiscount | None
@@ -243,10 +243,10 @@ class LazyCosts:
     """A problem at prices that may be too low.
 
     Attributes:
-        built: the problem, with the exact prices that are known.
-        messages: the last messages along its edges and against them (of its tied layers, if there are any). They are a
-            good start for the next messages.
-        scans: scans of all options at several discounts, in the order in which they were made.
+        built: the problem, with the known exact prices.
+        messages: the last messages along its edges and against them (of its tied layers, if there are any), a good
+            start for the next ones.
+        scans: scans of all options at several discounts, in order.
     """
 
     built: BuiltProblem
@@ -277,7 +277,7 @@ class LazyCosts:
                 continue
             seen.add((id(edge.costs), source, target))
             known = exact_costs.setdefault(id(edge.costs), [])
-            # An earlier search for paths has found this price too.
+            # An earlier path search has found this price.
             if any(exact.covers(source, target) for exact in known):
                 continue
             exact = _find_exact_costs(reshard, int(source), int(target), resharder)
@@ -317,7 +317,7 @@ class _ExactCosts:
 
 
 def _find_exact_costs(reshard: ReshardEdge, row: int, column: int, resharder: Resharder) -> _ExactCosts:
-    """Return the exact prices from one spec to another, and to all specs whose paths one search finds together."""
+    """Return the exact prices from one spec to another, and to all specs covered by the same path search."""
     exact = resharder.gradients if reshard.gradient else resharder
     meta, source, targets = reshard.meta, reshard.sources.distinct[row], reshard.targets.distinct
     columns = np.array(exact.same_graph_positions(meta.shape, targets, column))
@@ -329,12 +329,12 @@ def _raise_to_exact_costs(costs: np.ndarray, reshard: ReshardEdge, exact_costs: 
     known = np.zeros((len(reshard.sources.distinct), len(reshard.targets.distinct)))
     for exact in exact_costs:
         known[np.ix_(exact.rows, exact.columns)] = exact.seconds
-    # The maximum leaves forbidden pairs infinite.
+    # The maximum keeps forbidden pairs infinite.
     return np.maximum(costs, known[np.ix_(reshard.sources.index, reshard.targets.index)])
 
 
 def _memoize_by_identity(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return a function with one result per first argument, so that equal layers go on sharing their tables."""
+    """Cache results by the identity of the first argument, so that equal layers share tables."""
     results: dict[int, np.ndarray] = {}
 
     def lookup(first: np.ndarray, *others: object) -> np.ndarray:

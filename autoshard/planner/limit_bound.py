@@ -1,4 +1,4 @@
-"""A lower bound of the cost of every plan within a memory limit, and the plans that the search for it leads to."""
+"""A lower bound of the cost of every plan within a memory limit, and the plans found on the way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.planner.solving import SolveOptions, SolveResult, is_large, solve_by_messages, solve_problem
 from autoshard.solver.reduced_problem import ReducedProblem
 
-_ROUNDS = 8  # prices at which the bound is computed, at most
-_ENOUGH = 1e-3  # part of the cost by which another plan has to make the best mix, and so the bound, better
+_ROUNDS = 8  # most prices at which the bound is computed
+_ENOUGH = 1e-3  # fraction of the cost by which another plan has to improve the best mix, and so the bound
 
 
 def bound_within(
@@ -28,19 +28,18 @@ def bound_within(
 ) -> float:
     """Return a lower bound of the cost of every plan whose peak is within a limit, in seconds.
 
-    What a plan that fits holds is no more than the limit at any moment. So it costs no less if the bytes beyond the
-    limit have a price at every moment, which is none where they are less than none: the least cost at some prices, less
-    the limit at these prices, is a bound (Lagrange). It holds over all that is open in the problem: shardings, copies
-    that are kept or gathered again, operators that run again, values that are moved. Good prices are found by column
-    generation, from known plans on.
+    A Lagrangian bound: a plan that fits never exceeds the limit, so pricing the excess over the limit at every moment
+    does not raise its cost. The least cost at some prices, less the price of the limit, is therefore a bound over
+    everything that the problem leaves open: shardings, copies that are kept or gathered again, operators that run
+    again, values that are moved. Good prices are found by column generation, starting from known plans.
 
     Args:
         context: the problem, on a mesh of at most two axes with more than one device.
         limit: bytes per device.
         costs: of known plans of the problem, in seconds.
         held: the bytes of each at every moment of the problem.
-        strongest: seconds that the limit's bytes cost at most.
-        meet: gets the decisions and the cost of every assignment on the way.
+        strongest: the highest price of the limit's bytes, in seconds.
+        meet: called with the decisions and the cost of every assignment on the way.
 
     Raises:
         KeyboardInterrupt: the search was interrupted.
@@ -49,7 +48,7 @@ def bound_within(
     builder = context.builder_for(context.certain)
 
     def solve(prices: np.ndarray, closely: bool) -> tuple[BuiltProblem, SolveResult, bool]:
-        """Return the problem at some prices, its result, and True if the bound is that of layers that choose freely."""
+        """Return the problem at some prices, its result, and True if the bound is valid for independent layers."""
         with context.time_phase("problem"):
             built = builder.build(axes, None, prices, None, "all")
             tiling = context.tiling(built) if is_large(built.problem) else None
@@ -81,7 +80,7 @@ def bound_within(
         costs.append(cost)
         held.append(built.held_bytes(result.assignment, len(prices)))
         if mix - cost - float(prices @ held[-1]) <= _ENOUGH * cost:
-            break  # nor does what these prices lead to make the mix better
+            break  # nor does the assignment at these prices improve the mix
     if best_prices is None or is_proved:
         return best
     if context.budget.is_over:

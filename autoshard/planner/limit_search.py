@@ -1,8 +1,8 @@
 """The fastest plan within a memory limit, and the plan with the smallest peak.
 
-Memory gets a price at every moment, found by column generation: each plan that is met makes the prices better, and
-each set of prices leads to another plan. Equal layers choose alike at one price, so that plans next to the limit are
-spliced: the first operators as in the one, the others as in the other.
+Memory gets a price at every moment, found by column generation: each plan improves the prices, and each set of prices
+leads to another plan. At one price equal layers make the same choice, so plans next to the limit are spliced: the first
+operators as in one plan, the others as in the other.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from autoshard.planner.recombination import recombine
 from autoshard.planner.rerun_context import RerunContext, RouteError
 from autoshard.planner.splice import Splice
 
-_ROUNDS = 12  # plans made at prices of memory, at most
-_STRONGEST = 30.0  # steps that the limit's bytes have where no mix of plans fits
-_ENOUGH = 1e-3  # part of a step by which another plan has to make the mix better
-_CLOSE = 3e-3  # part of a step by which the best plan may be slower than the best mix and no other price is tried
-_MANY_OPERATORS = 3000  # of a graph with second operators, from which the best plan is not searched so closely
-_STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's bytes between which is searched, in steps
+_ROUNDS = 12  # most plans made at prices of memory
+_STRONGEST = 30.0  # price of the limit's bytes, in steps, if no mix of plans fits
+_ENOUGH = 1e-3  # fraction of a step by which another plan has to improve the mix
+_CLOSE = 3e-3  # fraction of a step by which the best plan may be slower than the best mix to stop trying prices
+_MANY_OPERATORS = 3000  # of a graph with second operators, from which on the search is less thorough
+_STRENGTHS = (10.0, 0.01)  # the largest and the smallest price of the limit's bytes, in steps, for bisection
 _LEVELS = 30  # prices between these
-_FORCED_LEVELS = 10  # levels on which ever more parameters are forced to be sharded
-_MIXES = 3  # pairs of plans that are mixed, at most
-_MAX_COUNTS = 5  # numbers of operators that are tried of a pair, at most
+_FORCED_LEVELS = 10  # levels with growing numbers of parameters forced to be sharded
+_MIXES = 3  # most pairs of plans that are mixed
+_MAX_COUNTS = 5  # most numbers of operators that are tried for a pair
 # With 6, the least step of Mixtral is 0.6 % longer; with 16, none is shorter.
 _NEAR = 12  # plans next to the limit that are recombined
-_RECOMBINED = 4  # plans made of them, at most
-_UNLIKE = 0.1  # part of the limit by which what a plan holds may differ from what was foreseen
-_FULL = 3e-3  # part of the limit by which a plan may stay below it
+_RECOMBINED = 4  # most plans made from them
+_UNLIKE = 0.1  # fraction of the limit by which the memory of a plan may differ from the estimate
+_FULL = 3e-3  # fraction of the limit by which a plan may stay below it
 
-_LEAN_ROUNDS = 6  # plans made where memory alone has a price, at most
-_LEAN_TARGETS = 3  # limits out of reach that are searched for, at most
-_LEAN_SHARE = 0.8  # of the smallest peak that is known, such a limit
-_MIN_GAIN = 0.01  # part of the peak by which such a plan must be leaner than the last one for another to be made
+_LEAN_ROUNDS = 6  # most plans made with a price on memory only
+_LEAN_TARGETS = 3  # most unreachable limits that are searched for
+_LEAN_SHARE = 0.8  # such a limit, as a fraction of the smallest known peak
+_MIN_GAIN = 0.01  # fraction of the peak by which such a plan must be leaner than the last one to continue
 
 
 class LimitSearch:
@@ -62,10 +62,10 @@ class LimitSearch:
     Args:
         context: the problem in which operators may run again.
         limit: bytes per device.
-        known: plans of which it starts; the first is the cheapest without a limit.
+        known: plans to start from; the first is the cheapest without a limit.
 
     Attributes:
-        met: the plans met.
+        met: the plans found so far.
         bound: a lower bound of the cost of every plan within the limit, in seconds; minus infinity if none is known.
     """
 
@@ -74,34 +74,34 @@ class LimitSearch:
         self.limit = limit
         self.cheapest = known[0]
         self.fastest = min(known, key=lambda plan: plan.step_seconds)
-        # Other methods are too slow at prices of memory, or need too narrow a problem.
+        # Other methods are too slow at prices of memory, or require narrow problems.
         self._method = "alternate" if context.settings.method == "alternate" else "auto"
         self.met: list[CandidatePlan] = []
         self.bound = -math.inf
         self._lean_plans: list[CandidatePlan] = []
-        self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes at every moment, of the plans met
+        self._held: dict[ProgramEstimate, np.ndarray] = {}  # bytes of known plans at every moment
         self._mixed: set[tuple[ProgramEstimate, ProgramEstimate]] = set()
         for plan in known:
             self._meet(plan)
 
     @property
     def best(self) -> CandidatePlan | None:
-        """The fastest plan met that fits; None if none does."""
+        """The fastest known plan that fits; None if none does."""
         return min(filter(self._fits, self.met), key=lambda plan: plan.step_seconds, default=None)
 
     @property
     def leanest_met(self) -> CandidatePlan:
-        """The plan with the smallest peak that was met."""
+        """The known plan with the smallest peak."""
         return min(self.met, key=_peak)
 
     def run(self) -> CandidatePlan | None:
-        """Return the fastest plan met that fits; None if none does."""
+        """Return the fastest plan found that fits; None if none does."""
         known, prices = len(self.met), None
-        # No plan holds much less than its share of all devices' bytes.
+        # No plan holds much less than an equal share of the leanest plan's total bytes.
         if self.limit >= self.leanest_met.memory.peak / self.context.mesh.size:
             prices = self._approach()
         if self.best is None:
-            # The smallest peak that an error names does not depend on the limit: what was met for it is set aside.
+            # The smallest peak in an error must not depend on the limit: set plans found for the limit aside.
             aside, self.met[known:] = self.met[known:], []
             self._meet_lean()
             prices = self._meet_between(aside)
@@ -126,13 +126,13 @@ class LimitSearch:
         return self.best
 
     def _approach(self) -> np.ndarray | None:
-        """Meet plans at the prices of the bound, and at those of what programs hold; return the last prices."""
+        """Find plans at the prices of the bound, and at those from programs' memory; return the last prices."""
         self._raise_bound()
         return self._generate()
 
     def _meet_lean(self) -> None:
-        """Meet the leanest plans, if none fits yet."""
-        # What the first of these find most often fits, in less time; the smallest peak is the same at every limit.
+        """Find the leanest plans, if none fits yet."""
+        # The first of these is faster and mostly finds a plan that fits; the smallest peak is equal at every limit.
         searches = self._lean_searches()
         for find in (lambda search: search.lean, lambda search: search.leanest):
             for search in searches:
@@ -140,10 +140,10 @@ class LimitSearch:
                     self._meet(find(search))
 
     def _meet_between(self, aside: list[CandidatePlan]) -> np.ndarray | None:
-        """Meet plans between the leanest ones and those that were met for the limit, if it is not out of reach.
+        """Find plans between the leanest ones and those found for the limit, unless it is out of reach.
 
         Returns:
-            The last prices; None where no plan fits.
+            The last prices; None if no plan fits.
         """
         if self.best is None and self.limit < _LEAN_SHARE * self.leanest_met.memory.peak:
             return None
@@ -158,9 +158,9 @@ class LimitSearch:
         return prices
 
     def _host_less(self) -> None:
-        """Meet plans with just so much optimizer state on the host as the limit asks for.
+        """Find plans with only as much optimizer state on the host as the limit requires.
 
-        At one price of memory, equal parameters choose alike, and large ones before small ones.
+        At one price of memory, equal parameters make the same choice, and large ones move before small ones.
         """
         if not self.context.constraints.may_host:
             return
@@ -172,12 +172,12 @@ class LimitSearch:
 
     @property
     def _enough(self) -> float:
-        """The part by which the best plan may be slower than the best mix and no other plan is tried."""
+        """The relative gap between the best plan and the best mix at which no other plan is tried."""
         # Each plan of a large graph takes seconds.
         return _ENOUGH if len(self.context.rules.operators) < _MANY_OPERATORS else _CLOSE
 
     def _lean_searches(self) -> list[LimitSearch]:
-        """Return this search, and those in which it is not open what runs again, where less is left to decide."""
+        """Return this search, and those with fixed reruns, where less is left to decide."""
         if self.best is not None:
             return []
         searches = [self]
@@ -185,14 +185,14 @@ class LimitSearch:
             searches.append(LimitSearch(self._without_reruns, self.limit, [self.cheapest]))
         if self.context.may_rerun:
             searches.append(LimitSearch(self._with_whole_layers, self.limit, [self.context.whole_layers]))
-        # Where the host has little room, not all may move.
+        # If the host has little room, not everything may move.
         if self.context.moves and self.context.settings.host_memory is None:
             moving = self._with_all_moves
             searches.append(LimitSearch(moving, self.limit, [moving.solve(moving.constraints)]))
         return searches
 
     def run_forced(self) -> CandidatePlan | None:
-        """Return the fastest plan met that fits among those whose largest parameters are forced to be sharded."""
+        """Return the fastest plan found that fits, with the largest parameters forced to be sharded."""
         contexts = [self._without_reruns, *([self._with_whole_layers] if self.context.may_rerun else [])]
         for context in contexts:
             leanest = min(self.cheapest, self._forced_plan(context, 1.0) or self.cheapest, key=_peak)
@@ -202,9 +202,9 @@ class LimitSearch:
         return self.best
 
     def _force(self, context: RerunContext) -> None:
-        """Meet plans whose largest parameters are forced to be sharded, about the fewest that fit (Rhino 4.4).
+        """Find plans with about the fewest largest parameters forced to be sharded that fit (Rhino 4.4).
 
-        The plans are of `context`, in which it is not open what runs again.
+        The plans are of `context`, with fixed reruns.
         """
 
         def make(level: int) -> CandidatePlan:
@@ -246,15 +246,15 @@ class LimitSearch:
 
     @cached_property
     def lean(self) -> CandidatePlan:
-        """A plan with a small peak, at prices at which memory alone counts."""
+        """A plan with a small peak, at prices at which only memory counts."""
         return find_leanest(self.cheapest, self._solve_lean, _LEAN_ROUNDS, _MIN_GAIN, self.context.moments_of)[0]
 
     @cached_property
     def leanest(self) -> CandidatePlan:
         """The plan with the smallest peak that is found."""
         best, known = self.lean, [self.cheapest, *self._lean_plans]
-        # Prices for a limit that is out of reach weigh the moments better, once some lean plans are known. Then their
-        # decisions are mixed.
+        # Once some lean plans are known, prices for an unreachable limit weigh moments better. Then recombine their
+        # decisions.
         for share, find in ((_LEAN_SHARE, LimitSearch._generate), (1 - _MIN_GAIN, LimitSearch._recombine)):
             for _ in range(_LEAN_TARGETS):
                 search = LimitSearch(self.context, round(share * best.memory.peak), known)
@@ -266,7 +266,7 @@ class LimitSearch:
         return best
 
     def _solve_lean(self, weights: np.ndarray) -> CandidatePlan | None:
-        """Return the plan at prices at which memory alone counts, by these weights of the moments; None if time is up.
+        """Return the plan if only memory counts, at these weights of the moments; None if time is up.
 
         Parameters are forced to be sharded (Rhino 4.4).
         """
@@ -285,7 +285,7 @@ class LimitSearch:
         return plan.memory.peak <= self.limit
 
     def _is_within(self, gap: float) -> bool:
-        """Return True if the best plan that fits is by no larger part slower than the best mix of the plans met."""
+        """Return True if the best plan that fits is within a relative gap of the best mix of known plans."""
         best, (prices, mix) = self.best, self._mix_prices()
         return best is not None and best.step_seconds <= (1 + gap) * (mix - self.limit * prices.sum())
 
@@ -295,13 +295,13 @@ class LimitSearch:
         return mix_prices(steps, held, self.limit, _STRONGEST * self.cheapest.step_seconds)
 
     def _generate(self) -> np.ndarray | None:
-        """Meet plans at the prices of memory that the plans met so far lead to; return the last prices."""
+        """Find plans at the prices of memory from known plans, by column generation; return the last prices."""
         context = self.context
         longest, center = self.cheapest.step_seconds, None
         for _ in range(_ROUNDS):
             prices, best_mix = self._mix_prices()
-            # Prices of few plans go to and fro: half of the last ones steady them. If what these lead to does not make
-            # the mix better, its own prices are asked.
+            # Prices of few plans oscillate: average them with the last ones. If this does not improve the mix, use the
+            # prices themselves.
             center = prices if center is None else (center + prices) / 2
             for asked in (center, prices) if center is not prices else (prices,):
                 plan = context.try_solve(context.constraints, method=self._method, prices=asked)
@@ -316,9 +316,9 @@ class LimitSearch:
         return center
 
     def _raise_bound(self) -> None:
-        """Meet plans at prices of the memory that programs hold in any case, at which the cost of all is bounded."""
+        """Find plans at prices of memory that bound the cost of all plans (`bound_within`)."""
         context = self.context
-        # Other meshes have too many strategies for one problem, and memory is priced over a few axes at a time.
+        # Other meshes have too many strategies for one problem, and price memory over a few axes at a time.
         if len(context.axes) > 2 or context.budget.is_over:
             return
 
@@ -332,15 +332,15 @@ class LimitSearch:
         self.bound = max(self.bound, bound_within(context, self.limit, costs, held, strongest, meet))
 
     def _generate_without_reruns(self) -> None:
-        """Meet plans at prices of memory in which nothing runs again: where less is open, assignments are better."""
+        """Find plans without reruns at prices of memory: with fewer options, assignments are better."""
         search = LimitSearch(self._without_reruns, self.limit, self.met)
         search._generate()
         for plan in search.met:
             self._meet(plan)
 
     def _bisect(self, prices: np.ndarray) -> None:
-        """Meet plans at more and at less of the last prices, which lie next to the limit."""
-        # What a problem minimises is not quite the step that is predicted: prices are right up to a factor.
+        """Find plans next to the limit, at multiples of the last prices, by bisection."""
+        # A problem's objective is not exactly the predicted step: prices are right up to a factor.
         leanest, weights = self.leanest_met, prices / prices.sum()
         strongest, weakest = (share * self.cheapest.step_seconds / self.limit for share in _STRENGTHS)
 
@@ -360,7 +360,7 @@ class LimitSearch:
             self.met.append(plan)
 
     def _mix(self) -> None:
-        """Meet plans whose first operators are as in a plan that fits, and the others as in a faster one."""
+        """Find plans with the first operators of a plan that fits, and the others of a faster one."""
         for _ in range(_MIXES):
             pair = self._promising_pair()
             if pair is None or self._is_within(self._enough):
@@ -370,17 +370,17 @@ class LimitSearch:
             self._search_splices(Splice(self.context, lean, fast))
 
     def _search_splices(self, splice: Splice) -> None:
-        """Meet the plans of a splice with about the fewest operators as in the lean plan that fit."""
+        """Find plans of a splice that fit, with about the fewest operators of the lean plan."""
         low, high, missed = 0, splice.length, 0.0
         for _ in range(_MAX_COUNTS):
             if high - low <= 1 or self.context.budget.is_over:
                 return
-            # What is foreseen leaves out what the seam changes: about as much as the last time.
+            # The estimate ignores the seam: correct it by the last error.
             count = splice.fewest_within((1 - _FULL / 2) * self.limit - missed, low, high)
             try:
                 plan = splice.plan(count)
             except RouteError:
-                low = count  # the seam lies within a route of rows
+                low = count  # the seam is within a route of rows
                 continue
             self._meet(plan)
             missed = plan.memory.peak - splice.foreseen_peak(count)
@@ -389,7 +389,7 @@ class LimitSearch:
                 return
 
     def _recombine(self) -> None:
-        """Meet the cheapest plans within the limit that decide everywhere as some plan that was met near it."""
+        """Find the cheapest plans within the limit whose every decision is that of some known plan near it."""
         context, start = self.context, self.best or self.leanest_met
         if self._is_within(self._enough) or len(context.axes) > 2 or context.budget.is_over:
             return
@@ -401,19 +401,19 @@ class LimitSearch:
         if not pairs:
             return
         known = [assignment for _, assignment in pairs]
-        # What programs hold beside what the problem counts is nearly the same where they are: it is taken from the best
-        # plan, and from the one that lies next to the limit.
+        # Memory of programs that the problem does not count is similar nearby: take it from the best plan, and from the
+        # plan next to the limit.
         over = [pair for pair in pairs if not self._fits(pair[0])]
         for plan, assignment in (pairs[0], *over[:1]):
             self._recombine_around(built, known, self._bytes_beside(built, plan, assignment))
 
     def _recombine_around(self, built: BuiltProblem, known: list[list[int]], start: np.ndarray) -> None:
-        """Meet plans that decide as known assignments do, which are added to these.
+        """Find plans that combine decisions of known assignments, and add these to the known.
 
         Args:
             built: the problem without prices.
             known: the assignments.
-            start: bytes that programs hold at every moment beside what the problem counts.
+            start: bytes of programs at every moment that the problem does not count.
         """
         context, uncounted = self.context, start
         for _ in range(_RECOMBINED):
@@ -423,7 +423,7 @@ class LimitSearch:
             if assignment is None and uncounted is start:
                 return
             if assignment is None:
-                uncounted = (uncounted + start) / 2  # what another plan holds is too much for all
+                uncounted = (uncounted + start) / 2  # the bytes of another plan are too many for all
                 continue
             if assignment in known:
                 return
@@ -438,24 +438,24 @@ class LimitSearch:
             if self._fits(plan):
                 start = uncounted = beside
             elif (beside - uncounted).max() > _UNLIKE * self.limit:
-                return  # it is unlike the others: what it holds is not foreseen
+                return  # it is unlike the others, and the estimate of its memory is wrong
             else:
                 uncounted = np.where(held > self.limit, np.maximum(uncounted, beside), uncounted)
 
     def _bytes_beside(self, built: BuiltProblem, plan: CandidatePlan, assignment: Sequence[int]) -> np.ndarray:
-        """Return the bytes that a plan holds at every moment beside what the problem counts of its assignment."""
+        """Return the bytes of a plan at every moment that the problem does not count for its assignment."""
         held = self._held[plan.estimate]
         return held - built.held_bytes(assignment, len(held))
 
     def _promising_pair(self) -> tuple[CandidatePlan, CandidatePlan] | None:
-        """Return the plan that fits and the faster one that does not whose mix promises the shortest step."""
+        """Return the pair of a plan that fits and a faster one that does not, with the most promising mix."""
         fitting = [plan for plan in self.met if self._fits(plan)]
         if not fitting:
             return None
         best = min(plan.step_seconds for plan in fitting)
 
         def mix_seconds(lean: CandidatePlan, fast: CandidatePlan) -> float:
-            # Seconds and bytes of a mix lie between those of its plans.
+            # Seconds and bytes of a mix are between those of its plans.
             share = (self.limit - lean.memory.peak) / (fast.memory.peak - lean.memory.peak)
             return lean.step_seconds + share * (fast.step_seconds - lean.step_seconds)
 

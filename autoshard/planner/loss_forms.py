@@ -1,7 +1,8 @@
-"""The plan of a call whose loss may have whole logits, or be computed in pieces (`capture/loss_in_pieces.py`).
+"""The plan of a call whose loss may have whole logits, or be computed in pieces.
 
-Pieces make logits twice, so that whole ones are faster wherever memory is free. They are planned first. A plan of
-pieces is made where no whole logits fit, or where a limit slows these down by more than to make logits twice takes.
+Pieces (`operators/large_losses/loss_in_pieces.py`) compute logits twice, so whole logits are faster if memory
+suffices, and are planned first. A plan with pieces is made if no whole logits fit, or if a limit slows these down by
+more than the time to compute logits twice.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from autoshard.planner.shares import plan_shares
 from autoshard.plans.sharding_plan import ShardingPlan
 
 _LEAST_TIME = 0.25
-"""Part of the time limit that the second search has, however long the first one took."""
+"""Least fraction of the time limit for the second search, however long the first one took."""
 
 
 def plan_losses(call: CapturedCall) -> ShardingPlan:
-    """Return the faster one of the plans of a call with whole logits, and with its losses in pieces.
+    """Return the faster plan of a call: with whole logits, or with its losses in pieces.
 
-    Without a memory limit, the one that fits into a device.
+    Without a memory limit, the plan that fits into a device.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -32,7 +33,7 @@ def plan_losses(call: CapturedCall) -> ShardingPlan:
         return plan_shares(call)
     start, limit = time.monotonic(), call.target.settings.time_limit
     try:
-        # What would help is asked of the form that needs less, if pieces do not fit either.
+        # If pieces do not fit, either, the error's remedies are those of pieces, which need less.
         whole = plan_shares(replace(call, is_explained=False))
     except BudgetError as whole_error:
         try:
@@ -53,12 +54,12 @@ def plan_losses(call: CapturedCall) -> ShardingPlan:
 
 
 def _other_form(call: CapturedCall, deadline: float) -> CapturedCall:
-    """Return the call in its other form, planned in the time that is left, or a part of the limit at least."""
+    """Return the call in its other form, planned in the remaining time, or at least a fraction of the limit."""
     call.other_form.deadline = max(deadline, time.monotonic() + _LEAST_TIME * call.target.settings.time_limit)
     return call.other_form
 
 
 def _seconds_twice(call: CapturedCall) -> float:
-    """Return the least seconds that it takes every device to make its part of the logits once more."""
+    """Return the least seconds for every device to recompute its part of the logits."""
     device = call.target.cluster.device
     return sum(flops / device.peak(dtype) for dtype, flops in call.graph.twice_in_pieces.items()) / call.mesh.size

@@ -1,4 +1,4 @@
-"""The planner of the calls of one module on one mesh: captures a call, plans it, and checks a plan for it."""
+"""The planner of the calls of one module on one mesh: captures a call, plans it, and checks its plan."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ModulePlanner:
         target: the options of the user.
 
     Attributes:
-        requested: the options of the user; from the first plan on, with its shares in place of `shares="auto"`.
+        requested: the options of the user; from the first plan on, with its shares instead of `shares="auto"`.
         target: the same at the prices of devices with these shares.
 
     Raises:
-        MeshError: the mesh has no axis of the name in `shares`.
+        MeshError: the mesh has no axis with the name in `shares`.
         PlanError: there are not as many shares as ranks.
     """
 
@@ -47,17 +47,17 @@ class ModulePlanner:
         self.requested = self.target = target
         self._planners = PlannerCache(module, mesh)
         self._has_trained = False  # a call with gradients was captured
-        self._is_in_pieces = False  # the loss of the last call with gradients, whose form later calls have first
+        self._is_in_pieces = False  # the loss form of the last call with gradients, which later calls try first
         if target.shares != "auto":
             self._settle_shares(target.shares or {})
 
     def _settle_shares(self, shares: Mapping[str, Sequence[int]]) -> None:
-        """Have the ranks of an axis take these shares in all calls from now on; equal ones if there are none."""
+        """Fix the shares of the ranks of an axis for all later calls; equal shares if there are none."""
         self.requested = replace(self.requested, shares=shares or None)
         self.target = with_shares(self.requested, self.mesh, shares)
 
     def _settle_hosted(self, plan: ShardingPlan) -> None:
-        """Have the optimizer state that the first plan of training puts on the host stay there, and no other."""
+        """Fix the optimizer state on the host to that of the first plan of training."""
         asked = self.target.settings.offload_optimizer
         if asked == "auto" or (asked == "none" and plan.hosted):
             hosted = frozenset(plan.hosted)
@@ -82,15 +82,14 @@ class ModulePlanner:
 
         Args:
             call, tangents, dynamic, by_layers, quiet: as for `capture_with_progress`.
-            logits_room: as there; a loss that fits is whole, and its plan may say otherwise. None: large losses are in
-                pieces.
-            placed: placements of parameters and buffers that stay; None for the first call.
-            input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are
-                whole.
+            logits_room: as there; a loss that fits is whole, unless its plan differs. None: large losses are in pieces.
+            placed: fixed placements of parameters and buffers; None for the first call.
+            input_pins: the placements of some inputs, None where the planner decides. Other global inputs are
+                replicated.
 
         Raises:
             CaptureError: the call can't be captured.
-            HintError: a hint of a region is not valid, or changes nothing.
+            HintError: a hint of a region is invalid, or changes nothing.
         """
 
         def capture_form(room: float | None) -> tuple[JointGraph, float]:
@@ -107,7 +106,7 @@ class ModulePlanner:
 
         graph, seconds = capture_form(0.0 if self._is_in_pieces and logits_room is not None else logits_room)
         self._has_trained |= bool(graph.gradients)
-        # An earlier call has placed the parameters without shares.
+        # An earlier call has placed the parameters, without shares.
         if self.requested.shares == "auto" and placed is not None:
             self._settle_shares({})
         captured = CapturedCall(graph, seconds, self.mesh, self.requested, self._planners, placed, input_pins or {})
@@ -124,7 +123,7 @@ class ModulePlanner:
 
     @property
     def logits_room(self) -> float:
-        """Bytes of a device that whole logits of a loss and their log-probabilities may take, at the most."""
+        """Most bytes of a device for whole logits of a loss and their log-probabilities."""
         settings, cluster = self.target.settings, self.target.cluster
         held = sum(
             parameter.numel() * parameter.dtype.itemsize
@@ -132,7 +131,7 @@ class ModulePlanner:
             for parameter in self.module.parameters()
         )
         room = max(0.0, (settings.memory_limit or cluster.device.memory) - held / self.mesh.size)
-        # What a compiler fuses holds one of the two.
+        # Compiled programs hold only one of the two.
         return 2 * room if self.target.options.compile else room
 
     def _state_bytes(self, parameter: nn.Parameter) -> int:
@@ -152,11 +151,11 @@ class ModulePlanner:
         return plan_losses(call)
 
     def form_of(self, call: CapturedCall, plan: ShardingPlan) -> CapturedCall:
-        """Return a call with its losses as a plan has them: whole, or in pieces."""
+        """Return a call with its losses in the form of a plan: whole, or in pieces."""
         return call.form_of(plan)
 
     def apply(self, call: CapturedCall, plan: ShardingPlan, *, given: bool) -> PlannedGraph:
-        """Return the graph with the decisions of a plan, after checking them; its shares hold for all later calls.
+        """Return the graph with the decisions of a plan, after checking them; its shares are fixed for later calls.
 
         Args:
             call: the call.
@@ -169,7 +168,7 @@ class ModulePlanner:
         graph = call.graph
         if self.requested.shares == "auto":
             self._settle_shares(plan.shares)
-        # The decisions are of the graph whose dims are in parts.
+        # The decisions are for the graph with dims in parts.
         if plan.parts:
             (counts,) = plan.shares.values()
             graph = call.graph_in_parts(plan.parts, part_count(counts))
@@ -184,7 +183,7 @@ class ModulePlanner:
         return PlannedGraph(graph, flow, planner.resharder, planner.cost, planner.constraints.shared)
 
     def forget(self) -> None:
-        """Drop the results of searches, which hold much memory; keep the tables that serve later calls."""
+        """Drop the results of searches, which take much memory; keep the tables for later calls."""
         self._planners.forget()
 
     def for_module(self, module: nn.Module) -> ModulePlanner:
@@ -195,7 +194,7 @@ class ModulePlanner:
 
 
 def _check_shares(plan: ShardingPlan, planner: Planner, requested: Target) -> None:
-    """Raise a `PlanError` if a plan that the user gave has other shares than the options, or shares of nothing."""
+    """Raise a `PlanError` if a user's plan has other shares than the options, or shares of nothing."""
     if not plan.shares:
         return
     shares = requested.shares if isinstance(requested.shares, Mapping) else {}

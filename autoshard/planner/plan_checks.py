@@ -1,7 +1,7 @@
-"""Checks that the decisions of a plan fit a graph, before a program is made of them.
+"""Checks that the decisions of a plan fit a graph, before a program is made from them.
 
-A decision that is refused here would stop the program from being made, or make one that computes other numbers. The
-decisions of a planner pass by construction; those of a file may have been edited.
+An invalid decision would fail later, or make a program with wrong results. The decisions of a planner are valid by
+construction; those of a file may have been edited.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def checked_flow(planner: PlanningContext, plan: ShardingPlan) -> Flow:
     """Return the decisions of a plan on the planner's graph, after checking that they fit it.
 
     Raises:
-        PlanError: a decision is missing, or belongs to nothing in the graph; a strategy is not one of its operator's; a
-            spec does not fit its tensor and the mesh; no path leads from the place of a tensor to that of its use;
+        PlanError: a decision is missing, or is for nothing in the graph; a strategy is not one of its operator's; a
+            spec does not fit its tensor and the mesh; there is no path from the spec of a tensor to that of its use;
             decisions that must be equal are not; or the plan's placements are not those of its decisions.
     """
     flow = planner.flow_of(plan)
@@ -46,7 +46,7 @@ def checked_flow(planner: PlanningContext, plan: ShardingPlan) -> Flow:
     _raise_if_any(checks.strategies())  # specs follow from strategies
     _raise_if_any(checks.specs())
     _raise_if_any(checks.ties())
-    # The program is made with the same resharder, which then knows the paths.
+    # The program is made with the same resharder, which caches the paths.
     _raise_if_any(_unreachable_uses(flow, planner.resharder))
     _raise_if_any(_contradicting_placements(flow, plan))
     return flow
@@ -88,7 +88,7 @@ class _Checks:
 
     Args:
         flow: the graph, its rules and the decisions.
-        constraints: how inputs lie, and the shares of an axis.
+        constraints: placements of inputs, and the shares of an axis.
     """
 
     def __init__(self, flow: Flow, constraints: Constraints) -> None:
@@ -100,7 +100,7 @@ class _Checks:
         self.free = [node for node in flow.rules.operators if flow.rules.pin_spec(node, flow.mesh) is None]
 
     def names(self) -> Iterator[str]:
-        """Return decisions that are missing, and those of something that the graph lacks."""
+        """Return missing decisions, and decisions for something that the graph lacks."""
         graph, free = self.rules.graph, {node.name for node in self.free}
         sources = {source.node.name for source in graph.inputs}
         outputs = set(graph.tensor_outputs)
@@ -109,7 +109,7 @@ class _Checks:
         )
         yield from _missing_or_unknown("the input", self.decisions.rest, sources, sources)
         yield from _missing_or_unknown("the output", self.decisions.outputs, outputs, outputs)
-        # A graph need not have any shared copy: none of them must be decided, but all that are must exist.
+        # Shared copies are optional: none has to be decided, but all decided ones must exist.
         copies = {f"{value.name}{phase}" for value in self.rules.values() for phase in ("", "@forward", "@backward")}
         yield from _missing_or_unknown("the shared copy of", self.decisions.hubs, set(), copies)
         parameters = {source.node.name for source in graph.parameters}
@@ -149,7 +149,7 @@ class _Checks:
         return ""
 
     def specs(self) -> Iterator[str]:
-        """Return tensors whose spec is not possible where they come from or go to."""
+        """Return tensors whose spec is impossible outside of the step or inside the program."""
         for source in self.rules.graph.inputs:
             value, spec = Value(source.node), self.decisions.rest[source.node.name]
             problem = self._spec_problem(value, spec)
@@ -185,7 +185,7 @@ class _Checks:
         shape = value.meta.shape
         shards = [placement for placement in spec if is_shard(placement)]
         steps = [step for placement in shards for step in (split_factor_of(placement), block_of(placement))]
-        # In an empty tensor, stretches and blocks are empty too.
+        # In an empty tensor, stretches and blocks are empty, too.
         if 0 not in shape and any(step is not None and step < 1 for step in steps):
             return "stretches and blocks have one element at least"
         try:
@@ -193,7 +193,7 @@ class _Checks:
             padded_segments_of(shape, spec, self.mesh)
         except ValueError as error:
             return reason_of(error)
-        # Compared as text: a dynamic size may be a number in one spec and an expression in the other.
+        # Compare as text, since a dynamic size may be a number in one spec and an expression in the other.
         return "" if str(normal) == str(spec) else f"that is written {normal}"
 
     def _input_problem(self, name: str, spec: Spec) -> str:
@@ -218,7 +218,7 @@ class _Checks:
                     )
         for node in self.free:
             drawn = self.rules.original_draw(node)
-            # A random operator draws as its shards lie, by a seed that both runs share.
+            # A random operator's numbers depend on its shards, and on a seed that both runs share.
             if drawn is not None and self._split(drawn) != self._split(node):
                 yield f"{node.name} runs {drawn.name} again and is split otherwise: it would draw other numbers"
             seeded = self.rules.first_with_seed(node)
@@ -245,7 +245,7 @@ def _missing_or_unknown(what: str, decided: Mapping[str, Any], needed: set[str],
 
 
 def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
-    """Return tensors that no path brings from where they are made to where they are used."""
+    """Return tensors without a path from the spec in which they are produced to that of a use."""
     # Paths of dynamic sizes are those of generic sizes, as in programs.
     generic = flow.rules.generic
     flow = flow.at(generic)
@@ -253,7 +253,7 @@ def _unreachable_uses(flow: Flow, resharder: Resharder) -> Iterator[str]:
     for use in value_uses(flow):
         value, meta, unreduced = use.value, at(use.value.meta, generic), use.value in flow.rules.unreduced
         for _, source, spec in flow.reshards(value, use.phase, use.target):
-            # Equal layers have equal reshards, of which one is searched.
+            # Equal layers have equal reshards: search one of them.
             key = (meta.shape, source, spec, unreduced)
             if key in seen:
                 continue

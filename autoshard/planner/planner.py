@@ -1,7 +1,7 @@
 """The search for the plan of one joint graph: fast, and within the memory limit.
 
-`Planner` solves problems, on three mesh axes and more by `MultiAxisSolver`. Of the plans that are cheapest at some
-price of hidden seconds, `OverlapSearch` finds the fastest.
+`Planner` solves problems, on three mesh axes and more by `MultiAxisSolver`. `OverlapSearch` finds the fastest of the
+plans that are cheapest at some price of hidden seconds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ROUNDS = 4  # passes over the axes, and over the pairs of axes
 
 @dataclass(frozen=True, slots=True)
 class _TradeoffPoint:
-    """A plan in the plane of hideable collectives of one kind, and everything else.
+    """A plan as a point with two coordinates: hideable collectives of one kind, and everything else.
 
     Attributes:
         plan: the plan.
         price: the price of a hidden second at which it is the cheapest.
         unhidden_seconds: seconds of compute, and of collectives that nothing hides.
-        hideable_seconds: seconds of collectives of the kind that have compute to hide behind.
-        lower_bound: a lower bound of the step's seconds: compute hides all kinds of collectives that it may.
+        hideable_seconds: seconds of collectives of the kind that compute can hide.
+        lower_bound: a lower bound of the step's seconds, if compute hides all collectives that it can.
     """
 
     plan: CandidatePlan
@@ -73,10 +73,10 @@ class _TradeoffPoint:
 class OverlapSearch:
     """Searches for the plan with the shortest timeline among those that are cheapest at some price of hidden seconds.
 
-    A problem adds up the seconds of a plan's parts, while a device reduces gradients and gathers parameters beside its
-    compute. How much of that is hidden depends on the whole plan, and is no sum. But a plan that hides its collectives
-    well is cheapest if a hidden second counts less than others. The plan in which all parameters are sharded is a
-    candidate too. The timeline chooses among all candidates.
+    A problem sums the seconds of a plan's parts, but a device reduces gradients and gathers parameters while it
+    computes. How much of that is hidden depends on the whole plan, and is no sum. But a plan that hides its collectives
+    well is the cheapest if a hidden second counts less than others. The plan with all parameters sharded is a candidate
+    too. The timeline chooses among all candidates.
 
     Args:
         planner: solves problems.
@@ -87,9 +87,9 @@ class OverlapSearch:
         self.planner = planner
         self.first = first
         account, contention = planner.account(first.decisions), planner.cluster.contention
-        # Reductions run in the backward half and most gathers in the forward half, of which one may have compute left
-        # where the other has none. So the two kinds have separate prices, and are searched one after the other. What is
-        # hidden is not free: it slows the compute beside it down.
+        # Reductions run in the backward half and most gathers in the forward half: one half may have compute left where
+        # the other has none. So the two kinds have separate prices, and are searched one after the other. Hidden
+        # collectives are not free: they slow concurrent compute down.
         discounts = (
             OverlapDiscount("reductions", compute_after(account), contention),
             OverlapDiscount("gathers", compute_before(account), contention * _joined_gather_ratio(account)),
@@ -102,13 +102,13 @@ class OverlapSearch:
             return self.first
         for curve in self.curves:
             curve.explore()
-        # All curves begin at the first plan: it has no note.
+        # All curves begin at the first plan, which has no note.
         plans = [
             (point.plan, "" if point.plan is self.first else f", {curve.full_discount.kind} hidden")
             for curve in self.curves
             for point in curve.promising
         ]
-        # A few joined collectives gather and reduce the parameters if all are sharded, which no sum knows.
+        # If all parameters are sharded, few joined collectives gather and reduce them, which sums do not include.
         names = frozenset(source.name for source in self.planner.graph.parameters)
         sharded = self.planner.try_solve(replace(self.planner.constraints, forced=names)) if names else None
         if sharded is not None and sharded.step_seconds < (1 - _MIN_GAIN) * min(plan.step_seconds for plan, _ in plans):
@@ -126,9 +126,9 @@ class _TradeoffCurve:
     """Plans that trade unhidden seconds for hideable seconds of one kind.
 
     Each is the cheapest at some price between that of the full discount, at which all of the kind is hidden, and 1.
-    They are the corners of a convex curve, and are found as in parametric optimisation: a third corner lies between two
-    if another plan costs less at the price at which both cost the same. It is searched if that may be by a thousandth
-    of the step.
+    They are the corners of a convex curve, found as in parametric optimisation: there is a third corner between two if
+    another plan costs less at the price at which both cost the same. It is searched if the gain may be a thousandth of
+    the step.
 
     Args:
         planner: solves problems.
@@ -154,11 +154,11 @@ class _TradeoffCurve:
 
     @property
     def promising(self) -> list[_TradeoffPoint]:
-        """The points that may take less time than the first one; to know their time takes a program."""
+        """The points that may take less time than the first, to be timed by their programs."""
         return [point for point in self.points if point is self.first or point.lower_bound < self.first.step]
 
     def explore(self) -> None:
-        """Add a few corners between the first plan and the one that is cheapest at the full discount."""
+        """Add a few corners between the first plan and the cheapest plan at the full discount."""
         last = self._solve_at_price(self.full_discount.price)
         if last is None or last.plan.decisions == self.first.plan.decisions:
             return
@@ -209,18 +209,18 @@ def hidden_seconds(account: StepAccount, discount: OverlapDiscount) -> float:
 
 def _lower_bound(left: _TradeoffPoint, right: _TradeoffPoint, price: float) -> float:
     """Return a lower bound of the cheapest plan at a price between those at which two plans are the cheapest."""
-    # The cost of the cheapest plan is concave in the price, as the minimum of straight lines is.
+    # The cost of the cheapest plan is concave in the price, as a minimum of linear functions.
     share = (price - right.price) / (left.price - right.price)
     return share * left.value(left.price) + (1.0 - share) * right.value(right.price)
 
 
 def compute_after(account: StepAccount) -> np.ndarray:
-    """Return for every moment of the step the seconds of compute after a reduction of a gradient that starts there."""
+    """Return, for every moment of the step, the seconds of compute after a gradient reduction that starts there."""
     seconds = [account.seconds(node) for node in account.rules.operators]
     # Two more moments: that of the optimizer's step, and its end.
     after = np.append(np.cumsum(seconds[::-1])[::-1], [0.0, 0.0])
-    # Gradients are reduced in buckets (`reshard.reductions`) when the last one of a bucket exists, so that the compute
-    # after that one hides the whole bucket.
+    # Gradients are reduced in buckets (`reshard.reductions`) when the last one of a bucket exists, so the compute after
+    # that hides the whole bucket.
     begin, last, held = 0, 0, 0
     for reshard in account.reshards:
         if reshard.gradient:
@@ -234,7 +234,7 @@ def compute_after(account: StepAccount) -> np.ndarray:
 
 
 def compute_before(account: StepAccount) -> np.ndarray:
-    """Return for every moment the seconds of compute before it in the same half: gathers start that far ahead."""
+    """Return, for every moment, the seconds of compute before it in the same half, by which gathers start early."""
     graph, done = account.flow.graph, {"forward": 0.0, "backward": 0.0}
     before = []
     for node in account.rules.operators:
@@ -244,8 +244,8 @@ def compute_before(account: StepAccount) -> np.ndarray:
 
 
 def _joined_gather_ratio(account: StepAccount) -> float:
-    """Return the seconds of gathering parameters a layer at a time, relative to those of gathering each alone."""
-    # The step gathers the parameters of a layer in one collective, so that the latency counts once.
+    """Return the seconds of gathering parameters layer by layer, relative to those of gathering each alone."""
+    # The step gathers the parameters of a layer in one collective, so latency counts once.
     cost, layers = account.tables.cost, defaultdict[str, list[int]](list)
     for source in account.flow.graph.parameters:
         layers[account.rules.parameter_layers[source.name]].append(Value(source.node).meta.bytes)
@@ -261,19 +261,19 @@ class MultiAxisSolver:
     """Solves the problems of a planner whose mesh has three axes or more.
 
     Args:
-        planner: the planner; it solves problems in which some axes are open.
+        planner: the planner; it solves problems with some open axes.
     """
 
     def __init__(self, planner: PlanningContext) -> None:
         self.planner = planner
-        # Of the constraints that were solved last: exact prices learned for them serve their next problem.
+        # Of the last constraints: the next problem with these constraints uses their exact prices.
         self._lazy: tuple[Constraints, LazyCosts, Tiling | None] | None = None
 
     def solve(self, request: SolveRequest) -> BlockSolution:
         """Return the best decisions for all axes."""
         planner = self.planner
         solved = self._solve_lazily(request)
-        # A plan at a discount is a proposal that the timeline judges, and needs no proof.
+        # A plan at a discount is a proposal for the timeline, and needs no proof.
         enough = planner.settings.effort == "fast" or request.discount is not None
         if solved is not None and (enough or solved.gap <= CLOSE or solved.interrupted):
             return solved
@@ -293,8 +293,8 @@ class MultiAxisSolver:
     def _solve_lazily(self, request: SolveRequest) -> BlockSolution | None:
         """Solve all axes at once, with lower bounds as prices and exact prices where solutions use them.
 
-        Small problems have exact prices at once. The result is None where memory counts, since its prices are not only
-        of reshards; where there are too many strategies; and where no assignment is found.
+        Small problems have exact prices at once. The result is None if memory counts, since not all prices are then of
+        reshards; if there are too many strategies; or if no assignment is found.
         """
         planner = self.planner
         plain = request.prices is None and request.limit is None and request.method == "auto"
@@ -307,7 +307,7 @@ class MultiAxisSolver:
                 built = ProblemBuilder(planner.rules, planner.tables, lower_bounds, constraints).build(axes)
                 self._lazy = constraints, LazyCosts(built), Tiling.of(built, planner.layers, free="families")
         _, lazy_costs, tiling = self._lazy
-        # To find all exact prices of a small problem is quicker than to learn the used ones.
+        # For a small problem, computing all exact prices is quicker than learning the used ones.
         if not is_large(lazy_costs.built.problem):
             return planner.solve_block(request, axes, None)
         budget, proof = planner.budget.part(1.0), request.discount is None
@@ -326,7 +326,7 @@ class MultiAxisSolver:
 
     @cached_property
     def _is_listable(self) -> bool:
-        """True if operators have few strategies over all axes, and their edges few pairs, with equal edges once."""
+        """True if operators have few strategies over all axes, and distinct edges few pairs."""
         planner, rules = self.planner, self.planner.rules.rules
         counts = {
             id(rule): math.prod(len(axis_choices(rule, size)) for size in planner.mesh.sizes)
@@ -342,9 +342,9 @@ class MultiAxisSolver:
         return max(counts.values(), default=0) <= _MOST_STRATEGIES and pairs <= MOST_PAIRS
 
     def _solve_in_turn(self, request: SolveRequest, start: Decisions | None) -> BlockSolution:
-        """Open some axes while the others stay, in turn, until no block improves the solution."""
+        """Solve blocks of axes in turn, the others fixed, until no block improves the solution."""
         planner = self.planner
-        # The largest axis first: while it is closed, its devices all do the same.
+        # The largest axis first: while an axis is fixed to replication, its devices all do the same.
         order = sorted(planner.axes, key=lambda axis: -planner.mesh.sizes[axis])
         # Without a start, one axis after the other, each solved exactly, is quick and comes near. Pairs of axes then
         # make the changes that only two axes can make together.
@@ -353,7 +353,7 @@ class MultiAxisSolver:
         best: BlockSolution | None = None
         for width in widths:
             blocks = [frozenset(block) for block in itertools.combinations(order, width)]
-            idle = 0  # blocks since the last improvement: all of them in a row mean that none improves the solution
+            idle = 0  # blocks since the last improvement
             for block in itertools.islice(itertools.cycle(blocks), rounds * len(blocks)):
                 if best is not None and (idle == len(blocks) or best.interrupted or planner.budget.is_over):
                     break
@@ -382,10 +382,10 @@ class Planner(PlanningContext):
         """Return the plan with the shortest step that is found without a memory limit.
 
         Args:
-            cheapest: the plan of the smallest cost, where the search starts.
+            cheapest: the plan with the smallest cost, the start of the search.
         """
         if self._fastest is None:
-            # A reduction once for several runs has no compute of one run that hides it.
+            # A reduction shared by several runs is not hidden by the compute of one run.
             plain = self.settings.effort == "fast" or self.settings.runs_per_reduction > 1
             self._fastest = cheapest if plain else OverlapSearch(self, cheapest).run()
         return self._fastest

@@ -1,6 +1,6 @@
-"""The planners of captured calls of a module, and the plans that they make.
+"""The planners of captured calls of a module, and their plans.
 
-Planning collects garbage among the objects that it makes alone: see `freeze_older_objects`.
+During planning only new objects are garbage-collected: see `freeze_older_objects`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape
 
-_YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most of them stay
+_YOUNG_THRESHOLD = 10_000  # new objects between two collections of the youngest generation: most are long-lived
 _MIDDLE_THRESHOLD = 400  # collections of the youngest generation between two of the middle one
 
 
 @contextlib.contextmanager
 def freeze_older_objects() -> Iterator[None]:
-    """Context whose collections of cycles, which are rarer, leave out the objects that existed before it.
+    """Context in which garbage collections are rarer and ignore the objects that existed before it.
 
-    Nothing changes where objects are frozen already (`gc.freeze`), by an outer one of these contexts too, or where
-    collections are rare already, or off.
+    Nothing changes if objects are already frozen (`gc.freeze`), also by an outer one of these contexts, or if
+    collections are already rare, or off.
     """
-    # A captured step, and torch itself, are millions of objects that stay. To traverse them again each time that
-    # planning has made many more would take a good part of the time of planning, and would find nothing.
+    # A captured step and torch itself have millions of long-lived objects. Traversing them each time that planning has
+    # made many more would take a good part of planning's time, and would find nothing.
     young, middle, old = gc.get_threshold()
-    # The threshold tells an inner context by itself: `get_freeze_count` counts all frozen objects one by one.
+    # An inner context is known by the threshold, since `get_freeze_count` counts all frozen objects one by one.
     if not 0 < young < _YOUNG_THRESHOLD or gc.get_freeze_count():
         yield
         return
@@ -79,17 +79,17 @@ def capture_with_progress(
     quiet: bool = False,
     first: bool = True,
 ) -> tuple[JointGraph, float]:
-    """Return the graph of a call and the seconds of its capture, with a line about it on a terminal.
+    """Return the graph of a call and the seconds of its capture, and show its progress on a terminal.
 
-    What hints and the model's code say is run again, kept or moved is in the graph.
+    The graph has the recomputation, saving and offloading that hints and the model's code ask for.
 
     Args:
         call: as for `capture_call`.
         devices, logits_room, tangents: as for `CaptureOptions`.
         target: the options.
-        dynamic: True if the sizes that the options name are dynamic.
+        dynamic: True to make the sizes dynamic that the options name.
         by_layers: True to capture a few of many equal layers, for a graph that is planned and not run.
-        quiet: True to show nothing: another rank captures the same.
+        quiet: True to show nothing, if another rank captures the same.
         first: True if no training call of the module was captured before; later ones may lack unread outputs.
 
     Raises:
@@ -136,12 +136,12 @@ class CapturedCall:
         mesh: the mesh axes.
         target: the options of the user.
         planner_cache: makes planners, which share their tables of operators and tensors.
-        placed: placements of parameters and buffers that stay; None for the first call of a module.
-        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
+        placed: fixed placements of parameters and buffers; None for the first call of a module.
+        input_pins: the placements of some inputs, None where the planner decides. Other global inputs are whole.
         deadline: the time at which searches for its plans end, if their own time limit does not end them before.
-        is_explained: False to tell nothing about what would help where no plan fits, which takes time.
-        capture_other: captures the call once more, with its losses in pieces if they are whole in the graph, and whole
-            if they are in pieces; None where there is no choice.
+        is_explained: False to skip the search, which takes time, for what would help if no plan fits.
+        capture_other: captures the call once more, with whole losses if the graph has them in pieces, and vice versa;
+            None if there is no choice.
     """
 
     graph: JointGraph
@@ -170,7 +170,7 @@ class CapturedCall:
 
     @property
     def unlimited_seconds(self) -> float:
-        """Seconds of the fastest step that was found where memory has no limit; infinite where none was looked for."""
+        """Seconds of the fastest step that was found without a memory limit; infinite if none was searched for."""
         return min((planner.unlimited_seconds for planner in self._planners), default=math.inf)
 
     @property
@@ -184,10 +184,10 @@ class CapturedCall:
         return self.other_form if is_other else self
 
     def graph_in_parts(self, loops: Sequence[Loop], parts: int) -> JointGraph:
-        """Return the graph with some loops in equal parts, of which ranks can take unequal numbers; made once.
+        """Return the graph with some loops in equal parts, so that ranks can take unequal numbers of them; cached.
 
         Raises:
-            RuleError: an argument of an operator is a size that its dims no longer have.
+            RuleError: an argument of an operator is the former size of a dim.
         """
         key = tuple(loops), parts
         if key not in self._in_parts:
@@ -196,17 +196,17 @@ class CapturedCall:
         return self._in_parts[key]
 
     def planner_of(self, target: Target, graph: JointGraph | None = None) -> Planner:
-        """Return the planner of the graph at some prices and limits; made once.
+        """Return the planner of the graph for the prices and limits of a target; cached.
 
         Args:
             target: the target of the plan.
-            graph: the graph with dims in equal parts, in place of the captured one.
+            graph: the graph with dims in equal parts, instead of the captured one.
 
         Raises:
             HintError: a hint does not fit the module or the mesh.
         """
         graph = self.graph if graph is None else graph
-        # A planner depends on nothing else of a target: the other options are those of the call.
+        # A planner depends on nothing else of a target: all targets of a call have the same other options.
         prices = shared_axis(graph, self.mesh, target), target.cluster, target.settings
         for planner in self._planners:
             if planner.graph is graph and planner.price_key == prices:
@@ -244,7 +244,7 @@ class PlannerCache:
     def __init__(self, module: nn.Module, mesh: MeshShape) -> None:
         self.module = module
         self.mesh = mesh
-        self._first_planners: list[Planner] = []  # the first planner at every set of prices
+        self._first_planners: list[Planner] = []  # the first planner for every set of prices
 
     def of(
         self,
@@ -282,7 +282,7 @@ def run_planner(
     *,
     explained: bool = True,
 ) -> ShardingPlan:
-    """Return the plan of a planner, with a line about the search on a terminal.
+    """Return the plan of a planner, and show the progress of the search on a terminal.
 
     Args:
         planner, unlimited, explained: as for `plan_with_recompute`.
@@ -296,13 +296,13 @@ def run_planner(
 
 
 def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float, target: Target) -> ShardingPlan:
-    """Return a plan with the record of the capture, the hints and the options that it was made with."""
+    """Return a plan with a record of its capture, hints and options."""
     # A primitive of one device has no axes.
     task_graphs = {
         str(primitive): " x ".join(planner.mesh.names[axis] for axis in axes) or "one device"
         for primitive, axes in planner.constraints.task_graphs.items()
     }
-    # `PlanContents` reads the shares and the limit; the rest is for people.
+    # `PlanContents` reads the shares and the limit; the other entries are for people.
     options: dict[str, Any] = {
         "inputs": target.inputs,
         "memory_limit": target.settings.memory_limit,
@@ -329,12 +329,12 @@ def with_provenance(plan: ShardingPlan, planner: Planner, capture_seconds: float
 def plan_with_recompute(
     planner: Planner, unlimited: CandidatePlan | None = None, *, explained: bool = True
 ) -> ShardingPlan:
-    """Return the plan of a graph, in which operators run again as the planner's settings say.
+    """Return the plan of a graph, with recomputation as the planner's settings say.
 
     Args:
         planner: the planner of the graph.
         unlimited: the plan without the memory limit and without recomputation, if it is known.
-        explained: True to find out what would help, if no plan fits; that takes time.
+        explained: True to find out, which takes time, what would help if no plan fits.
 
     Raises:
         BudgetError: no plan that was found fits the memory limit; the message names the smallest peak, and what would
@@ -342,7 +342,7 @@ def plan_with_recompute(
     """
     explorer = explorer_for(planner)
     try:
-        # The plan without a limit is of the same graph, unless layers run again in any case.
+        # The plan without a limit is for the same graph, unless layers are always recomputed.
         return explorer.plan(unlimited if explorer.planner is planner else None)
     except ShortfallError as shortfall:
         if not explained:
@@ -353,17 +353,17 @@ def plan_with_recompute(
 
 
 def explorer_for(planner: Planner) -> Explorer:
-    """Return what finds the plans of a planner's graph, in which operators run again as its settings say."""
+    """Return the explorer for a planner's graph, with recomputation as its settings say."""
     names = names_by_option(planner)
     may_rerun = planner.settings.recompute == "auto"
     return Explorer(recomputing_planner(planner, names) if names else planner, may_rerun=may_rerun)
 
 
 def recomputing_planner(planner: Planner, names: Collection[str]) -> Planner:
-    """Return a planner of the same step in which the layers, or operators, of these names run again."""
+    """Return a planner of the same step with the layers or operators of these names recomputed."""
     start = time.perf_counter()
     graph = recompute_layers(planner.graph, names)
     recomputing = Planner(graph, planner.mesh, planner.cluster, planner.constraints, planner.settings, like=planner)
     planner.timings["patterns"] = planner.timings.get("patterns", 0.0) + time.perf_counter() - start
-    recomputing.timings = planner.timings  # one plan comes of both
+    recomputing.timings = planner.timings  # both work on one plan
     return recomputing

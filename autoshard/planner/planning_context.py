@@ -52,7 +52,7 @@ from autoshard.solver.solver_budget import Budget
 from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.version import __version__
 
-_MAX_ACCOUNTS = 3  # accounts that are kept: the final plan is most often one of the last candidates
+_MAX_ACCOUNTS = 3  # cached accounts: the final plan is usually one of the last candidates
 
 
 class PlanningContext(ABC):
@@ -64,17 +64,17 @@ class PlanningContext(ABC):
         cluster: the devices and links.
         constraints: pinned placements, and the specs of inputs and outputs.
         settings: limits and method.
-        progress: gets reports about the search.
-        like: the planner of another graph on the same mesh and cluster; its tables of equal operators and tensors are
-            shared.
+        progress: receives reports about the search.
+        like: the planner of another graph on the same mesh and cluster, whose tables of equal operators and tensors
+            are shared.
 
     Attributes:
         unlimited: the plan without a memory limit, once it was solved.
-        unlimited_seconds: of the fastest step without one that was found; infinite before.
-        best: the cheapest plan met so far that fits the limit.
-        interrupted: True if the search was interrupted and returned the best plan met so far.
-        proposes: True if a good assignment is enough, since the accounts of plans judge them.
-        met: plans that were met on the way to a memory limit. They serve a planner of the same graph with another one.
+        unlimited_seconds: seconds of the fastest known step without a limit; infinite if none is known.
+        best: the cheapest known plan that fits the limit.
+        interrupted: True if the search was interrupted and returned the best known plan.
+        proposes: True if a good assignment is enough, since plans are judged by their accounts.
+        met: plans found by the search for a memory limit. A planner of the same graph with another limit reuses them.
     """
 
     proposes = False
@@ -126,8 +126,8 @@ class PlanningContext(ABC):
         self.unlimited_seconds = math.inf
         self.best: CandidatePlan | None = None
         self.met: list[CandidatePlan] = []
-        self._fastest: CandidatePlan | None = None  # the fastest plan without a limit, once it was searched
-        # By the identity of constraints, and of problems without prices; the values keep them alive.
+        self._fastest: CandidatePlan | None = None  # the fastest plan without a limit, once it was searched for
+        # By the identity of constraints, and of problems without prices; the values keep the keys' objects alive.
         self._builders: dict[int, ProblemBuilder] = {}
         self._tilings: dict[int, tuple[BuiltProblem, Tiling | None]] = {}
         self._candidates: list[CandidatePlan] = []
@@ -136,7 +136,7 @@ class PlanningContext(ABC):
     def forget(self) -> None:
         """Drop the results of searches, which hold much memory; keep the tables that serve other planners."""
         self._forget_results()
-        # The `cached_property` would make a builder only to forget its problems.
+        # Accessing the `cached_property` would make a builder only to forget its problems.
         if "builder" in self.__dict__:
             self.builder.forget()
 
@@ -146,7 +146,7 @@ class PlanningContext(ABC):
 
     @property
     def price_key(self) -> tuple[SharedAxis | None, Cluster, Settings]:
-        """The values that the prices of a problem depend on, besides its graph."""
+        """All that the prices of a problem depend on besides its graph."""
         return self.constraints.shared, self.cluster, self.settings
 
     @property
@@ -171,9 +171,9 @@ class PlanningContext(ABC):
         discount: OverlapDiscount | None = None,
         work: int | None = None,
     ) -> CandidatePlan:
-        """Return the best plan that is found under some constraints.
+        """Return the best plan found under some constraints.
 
-        Prices and discounts guide the decisions; they are no part of the plan's cost.
+        Prices and discounts guide the decisions; they are not part of the plan's cost.
 
         Args:
             constraints: pinned and forced placements.
@@ -186,34 +186,34 @@ class PlanningContext(ABC):
         Raises:
             PlanError: the method found no decisions within the time limit, or can't solve this problem.
             BudgetError: the same under a limit.
-            KeyboardInterrupt: the search was interrupted; `best` is the cheapest plan met so far.
+            KeyboardInterrupt: the search was interrupted; `best` is the cheapest known plan.
         """
         builder = self.builder_for(constraints)
         method = method or ("auto" if self.settings.method == "force" else self.settings.method)
         request = SolveRequest(builder, method, limit, prices, discount, work or self.settings.work_limit)
         solved = self._solve_all_axes(request)
         bound = solved.lower_bound
-        # Axes that were solved in turn have no bound of the whole problem.
+        # Solving axes in turn gives no bound of the whole problem.
         if len(self.axes) > 2:
             bound = min(bound if np.isfinite(bound) else self._bound, solved.cost)
         plan = self.evaluate(solved.decisions, solved.cost, bound, solved.method)
         self._update_best(plan)
-        # The solver returns what it has when it is interrupted; to end the search is left to the planner.
+        # An interrupted solver returns its best result; the planner ends the search.
         if solved.interrupted:
             raise KeyboardInterrupt
         return plan
 
     def builder_for(self, constraints: Constraints) -> ProblemBuilder:
-        """Return the builder of problems under some constraints; one for each object, since many have the same."""
+        """Return the builder of problems under some constraints, cached by their identity."""
         return self._builders.setdefault(id(constraints), self.builder.with_constraints(constraints))
 
     @cached_property
     def certain(self) -> Constraints:
-        """The constraints of problems in which only memory counts that a program holds in any case."""
+        """The constraints of problems that count only the memory that every program holds."""
         return replace(self.constraints, bounding=True)
 
     def try_solve(self, constraints: Constraints, **options: Any) -> CandidatePlan | None:
-        """Return the result of `solve`; None if time is up, or the method finds nothing in the remaining time."""
+        """Return the result of `solve`; None if no time is left, or the method finds nothing in it."""
         if self.budget.is_over:
             return None
         try:
@@ -226,7 +226,7 @@ class PlanningContext(ABC):
         """Return the best decisions for all mesh axes."""
 
     def solve_block(self, request: SolveRequest, free: frozenset[int], current: Decisions | None) -> BlockSolution:
-        """Return the best decisions with the mesh axes in `free` open, while all else stays as in `current`.
+        """Return the best decisions on the mesh axes in `free`, with all others fixed as in `current`.
 
         Raises:
             PlanError, BudgetError: as for `solve`.
@@ -238,7 +238,7 @@ class PlanningContext(ABC):
             tied = request.method == "auto" and request.limit is None and is_large(built.problem)
             tiling = self.tiling(built) if tied else None
         with self.time_phase("solve"):
-            # A bound over some axes is no bound of the whole problem, and worth no effort.
+            # A bound over some axes is no bound of the whole problem, so not worth an effort.
             options = self._solve_options(request, proof=len(free) == len(self.axes))
             try:
                 result = solve_problem(built, tiling, options)
@@ -285,17 +285,17 @@ class PlanningContext(ABC):
 
     @cached_property
     def builder(self) -> ProblemBuilder:
-        """Builds the problems of the planner's constraints; builders for others share its tables."""
+        """Builder of the problems of the planner's constraints; builders for other constraints share its tables."""
         if self._like is not None:
             return self._like.builder.for_graph(self.rules, self.constraints)
         return ProblemBuilder(self.rules, self.tables, self.resharder, self.constraints)
 
     @property
     def _bound(self) -> float:
-        """A lower bound at any prices: that of the problem without a limit, once it was solved."""
+        """A lower bound at any prices: that of the problem without a limit, if it was solved."""
         if self.unlimited is not None:
             return self.unlimited.lower_bound
-        # Without a search: every operator at its cheapest, every reshard free.
+        # Else without a search: every operator at its cheapest, every reshard free.
         total = 0.0
         for node in self.rules.operators:
             rule, call = self.rules.rules[node], self.rules.calls[node]
@@ -313,9 +313,9 @@ class PlanningContext(ABC):
             self.best = replace(plan, lower_bound=min(bound, plan.cost))
 
     def warn_of_interruption(self, seconds: float) -> None:
-        """Warn that the search was interrupted and returns a plan of so many seconds."""
+        """Warn that the search was interrupted and returns a plan with a step of `seconds`."""
         self.interrupted = True
-        # The caller of a search with recomputed layers knows only the first planner.
+        # The caller of a search with recomputed layers has only the first planner.
         if self._like is not None:
             self._like.interrupted = True
         warn_caller(
@@ -324,17 +324,17 @@ class PlanningContext(ABC):
         )
 
     def _report_phase(self, phase: str, cost: float, bound: float) -> None:
-        # With prices of memory, or less for what is hidden, a cost is no number of seconds.
+        # With prices of memory, or a discount for hidden collectives, a cost is not in seconds.
         self.report(f"{phase}, at other prices", math.inf, -math.inf)
 
     def report(self, phase: str, cost: float, bound: float) -> None:
-        """Report the phase of the search, the least known cost and the bound, in seconds."""
+        """Report the phase of the search, the smallest known cost and the bound, in seconds."""
         if self.progress is not None:
             self.progress(Progress(phase, cost, bound, time.monotonic() - self.start))
 
     @contextlib.contextmanager
     def time_phase(self, phase: str) -> Iterator[None]:
-        """Context whose time is added to a phase; nested contexts of one phase count once."""
+        """Context that adds its time to a phase; nested contexts of one phase count once."""
         outermost, start = phase not in self._running, time.perf_counter()
         self._running.add(phase)
         try:
@@ -347,27 +347,27 @@ class PlanningContext(ABC):
     # Time and memory of decisions
 
     def program(self, flow: Flow, reduced: DeferredReduction | None = None) -> PredictedProgram:
-        """Return the calls of the program of some decisions; `reduced` as for `predict_program`."""
+        """Return the predicted program of some decisions; `reduced` as for `predict_program`."""
         with self.time_phase("account"):
             return predict_program(flow, self.resharder, self.programs, reduced, self.cluster.device.compiled)
 
     def replay(self, program: PredictedProgram, prices: KernelPrices) -> ReplayedStep:
-        """Return the replay of a step of a program."""
+        """Return the replayed step of a program."""
         with self.time_phase("schedule"):
             issued = step_calls(program, prices)
             replayed, later = replay([operation for operation, _ in issued]), reduction_timeline(program, prices)
             calls = CallTimes.of(issued, replayed, self.mesh.names, len(self.rules.operators))
-            # A reduction that several runs of the step share counts in parts.
+            # A reduction shared by several runs of the step counts in parts.
             steps, contention = self.settings.gradient_steps, self.cluster.contention
             seconds = replayed.seconds_with_contention(contention) + later.seconds_with_contention(contention) / steps
             return ReplayedStep(seconds, replayed.exposed + later.exposed / steps, calls)
 
     def update_seconds(self, program: PredictedProgram, hosted: Collection[str]) -> float:
-        """Return the seconds of the optimizer's update on the device, by the bytes that it moves.
+        """Return the seconds of the optimizer's update on the device, from the bytes that it moves.
 
         Args:
-            program: of the step.
-            hosted: placeholder nodes of the parameters that are updated on the host.
+            program: the program of the step.
+            hosted: names of the placeholders of parameters that are updated on the host.
         """
         moved = 0
         for source in self.graph.parameters:
@@ -383,8 +383,8 @@ class PlanningContext(ABC):
         return host_updates(flow, self.settings.optimizer, self.cost)
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
-        """Return a plan of some decisions, with the time and memory of its program on demand."""
-        # Searches meet the same decisions again and again, and a program takes long.
+        """Return a plan of some decisions; the time and memory of its program are computed on demand."""
+        # Searches find the same decisions many times, and a program takes long to predict.
         for known in self._candidates:
             if known.decisions == decisions:
                 return replace(known, cost=cost, lower_bound=lower_bound, method=method)
@@ -393,7 +393,7 @@ class PlanningContext(ABC):
         return self._candidates[-1]
 
     def _saved_tensors(self, bytes_made: Mapping[int, int]) -> tuple[SavedTensors, ...]:
-        """Return the saved tensors that are made at some moments by their operators, those of equal layers once."""
+        """Return the saved tensors computed at some moments, grouped by operator, those of equal layers once."""
         made: dict[tuple[str, str], dict[str, int]] = {}
         for moment, bytes in bytes_made.items():
             node = self.rules.operators[moment]
@@ -408,14 +408,14 @@ class PlanningContext(ABC):
         return tuple(sorted(rows, key=lambda row: -row.count * row.bytes))
 
     def operation_at(self, moment: int) -> tuple[str, str, str]:
-        """Return phase, module path and operator at a moment of the step."""
+        """Return the phase, module path and operator at a moment of the step."""
         if moment >= len(self.rules.operators):
             return "optimizer", "", "optimizer's step"
         node = self.rules.operators[moment]
         return self.graph.phase(node), self.graph.module_path(node), str(self.rules.calls[node].op)
 
     def account(self, decisions: Decisions) -> StepAccount:
-        """Return the operations and collectives of the step of some decisions."""
+        """Return the account of the step under some decisions: its operations and collectives."""
         for known in self._accounts:
             if known.flow.decisions is decisions:
                 return known
@@ -429,13 +429,13 @@ class PlanningContext(ABC):
         return Flow(self.rules, decisions, self.mesh, self.specs)
 
     def flow_of(self, plan: ShardingPlan) -> Flow:
-        """Return the decisions of a plan on the planner's graph, with what it runs again and moves to the host."""
+        """Return the flow of a plan on the planner's graph, with the plan's recomputation and offloading."""
         graph = graph_of_plan(self.graph, plan.recomputed, plan.offloaded)
         rules = self.rules if graph is self.graph else GraphRules(graph, self.mesh)
         return Flow(rules, Decisions.from_data(plan.decisions), self.mesh)
 
     def describe(self, plan: CandidatePlan) -> ShardingPlan:
-        """Return a candidate as the plan that users get."""
+        """Return the plan that users get for a candidate."""
         account = self.account(plan.decisions)
         rest, footprint = plan.decisions.rest, plan.estimate.footprint
         placements: dict[str, tuple[Placement, ...]] = {}

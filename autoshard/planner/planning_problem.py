@@ -1,8 +1,8 @@
 """A joint graph as an optimisation problem: variables, their options, and the seconds between them (Rhino 4.2).
 
 Every operator, tensor at rest and shared copy is a node of the problem; its strategies are its options. An edge holds
-the seconds to reshard a tensor from each option of its producer to each option of its user. Prices of memory, and
-discounts of collectives that compute hides, are applied to a problem that is built. `ProblemBuilder` builds it.
+the seconds to reshard a tensor from each option of its producer to each option of its user. `ProblemBuilder` builds the
+problem; then prices of memory, and discounts of collectives that compute hides, are applied to it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class Constraints:
 
     Attributes:
         pinned: name of a parameter, buffer or input -> a placement per axis, None where the planner decides.
-        placed: True if parameters are pinned where an earlier call placed them, not by the user.
+        placed: True if parameters are pinned as an earlier call placed them, not by the user.
         forced: parameters that must not be replicated (Rhino 4.4).
-        planned_outputs: True if outputs come back as they lie, not gathered.
-        outputs: name of an output -> the spec in which it comes back.
-        row_axes: mesh axes over which outputs that have the batch are split, unless `outputs` has them.
+        planned_outputs: True if outputs are returned in the plan's specs, not gathered.
+        outputs: name of an output -> the spec in which it is returned.
+        row_axes: mesh axes over which outputs with the batch are split, unless `outputs` names them.
         local_inputs: True if inputs arrive as shards.
         optimizer: the memory of the optimizer.
         shared: the mesh axis whose ranks have shares of the batch, if there is one.
         task_graphs: primitive -> its mesh axes, for all primitives that mark nodes of the graph.
-        summed: parameters whose gradients are added up with those of devices outside the mesh -> the seconds that this
-            takes for every byte of the gradient on a device.
-        optional_reruns: names of operators of the forward half which the backward half may run again, or not.
+        summed: parameter whose gradient is also summed with those of devices outside the mesh -> the seconds of that
+            per byte of the gradient on a device.
+        optional_reruns: names of operators of the forward half that the backward half may recompute, or not.
         movable: names of values that may be moved to the host between the halves.
-        copy_price: of a second of their copies, which compute may hide, in seconds of the step.
+        copy_price: the price of a second of their copies, which compute may hide, in seconds of the step.
         hosted: parameters whose optimizer state is on the host.
-        may_host: True if that of the others may be, too.
-        bounding: True if only memory counts that a program holds in any case, for a bound of all plans.
+        may_host: True if the optimizer state of other parameters may be there too.
+        bounding: True to count only memory that every program holds, for a bound of all plans.
     """
 
     pinned: Mapping[str, Pins] = field(default_factory=dict)
@@ -82,8 +82,8 @@ class OverlapDiscount:
 
     Attributes:
         kind: `"reductions"` of gradients, or `"gathers"` of parameters.
-        compute: for every moment of the step, the seconds of compute that may hide one collective: the compute after a
-            reduction, and the compute before the use of a gathered parameter, in the same half of the step.
+        compute: for every moment of the step, the seconds of compute that may hide one collective: those after a
+            reduction, or before the use of a gathered parameter, in the same half of the step.
         price: price of a hidden second, from 0 to 1.
     """
 
@@ -94,12 +94,12 @@ class OverlapDiscount:
 
 @dataclass(frozen=True, slots=True)
 class Hideable:
-    """A collective of an edge that compute may hide.
+    """A collective on an edge that compute may hide.
 
     Attributes:
         kind: as in `OverlapDiscount`.
         seconds: seconds of the reshard for every pair of options.
-        moment: the moment at which a reduction starts, or at which the result of a gather is needed.
+        moment: the start of a reduction, or the first use of the result of a gather.
     """
 
     kind: HideableKind
@@ -109,12 +109,12 @@ class Hideable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRange:
-    """Memory that is held for some moments.
+    """Memory that is held in an interval of moments.
 
     Attributes:
         bytes: the bytes for every option of a variable, or for every pair of options of an edge.
         start: the first moment at which they are held.
-        end: the first moment at which they are held no more.
+        end: the first moment at which they are no longer held.
     """
 
     bytes: np.ndarray
@@ -135,7 +135,7 @@ class Variable:
 
     Attributes:
         kind: `"operator"`, `"rest"` (a tensor outside the step), `"output"`, `"hub"` (a shared copy), or `"regather"`:
-            the shared copy of the backward half where that may gather again.
+            the shared copy of the backward half if that may gather again.
         key: name of the node or output, key of the hub, or name of the value that is gathered again.
         options: choices of an operator's strategies, `RegatherChoice`s, or specs; of a parameter at rest also
             `HostedRest`s.
@@ -143,7 +143,7 @@ class Variable:
         results: the specs of its results under every option.
         life: first moment and end of the memory that `usage` counts.
         usage: bytes of every option; None for none.
-        live_ranges: the memory that it holds, where memory has a price.
+        live_ranges: the memory that it holds, if memory has a price.
     """
 
     kind: VariableKind
@@ -158,12 +158,12 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class ReshardEdge:
-    """The reshard of an edge.
+    """The reshard on an edge.
 
     Attributes:
         meta: shape and dtype of the tensor.
         sources, targets: its specs under the options of both ends.
-        gradient: True if the result goes to an optimizer.
+        gradient: True if an optimizer gets the result.
     """
 
     meta: TensorMeta
@@ -174,16 +174,16 @@ class ReshardEdge:
 
 @dataclass(eq=False)
 class BuiltProblem:
-    """A problem, and the decisions that its assignments stand for.
+    """A problem, with the meaning of its nodes and edges.
 
     Attributes:
         problem: the problem.
         variables: its nodes.
         hideable: number of an edge that reduces a gradient or gathers a parameter -> its collective.
-        reshard_edges: number of an edge that is a reshard and nothing else -> the reshard.
+        reshard_edges: number of an edge that is only a reshard -> the reshard.
         live_ranges: the memory of every variable.
         edge_live_ranges: number of an edge -> the memory of its pairs of options.
-        origin: the problem without prices that this one is derived from; None if it has no prices itself.
+        origin: the problem without prices from which this one is derived; None if it has no prices itself.
     """
 
     problem: Problem
@@ -201,8 +201,8 @@ class BuiltProblem:
 
     @cached_property
     def program_positions(self) -> list[float]:
-        """Position of every variable in the order of the program; copies and tensors at rest lie beside operators."""
-        # Prices change no position: problems that are derived from one share its list.
+        """Position of every variable in program order; copies and tensors at rest are next to operators."""
+        # Prices change no position, so derived problems share the list.
         return _program_positions(self) if self.origin is None else self.origin.program_positions
 
     @cached_property
@@ -212,9 +212,9 @@ class BuiltProblem:
 
     def with_memory_prices(self, prices: np.ndarray) -> BuiltProblem:
         """Return the same problem with memory priced in seconds per byte at every moment of the step."""
-        # A live range costs the sum of the prices of its moments, which is a difference of sums from the start.
+        # A live range costs the sum of the prices of its moments: a difference of prefix sums.
         paid = np.concatenate(([0.0], np.cumsum(prices)))
-        # Equal layers share their arrays, and go on sharing the priced ones.
+        # Equal layers share their arrays, and so the priced ones.
         vectors: dict[tuple[object, ...], np.ndarray] = {}
         blends: dict[tuple[object, ...], Blend] = {}
 
@@ -242,7 +242,7 @@ class BuiltProblem:
                     blends[key] = blend([(1.0, edge.costs), *parts])
                 edges[number] = Edge(edge.source, edge.target, blends[key])
         problem = replace(self.problem, costs=tuple(costs), edges=tuple(edges))
-        # The costs of edges are no longer those of reshards alone.
+        # The costs of edges now include memory.
         return replace(self, problem=problem, reshard_edges={}, origin=self.plain)
 
     def with_discount(self, discount: OverlapDiscount) -> BuiltProblem:
@@ -253,7 +253,7 @@ class BuiltProblem:
                 continue
             edge, seconds = edges[number], hideable.seconds
             available = float(discount.compute[hideable.moment])
-            # Where compute hides all of a table, its amount does not count: equal layers go on sharing their tables.
+            # Compute beyond the largest entry changes nothing: the minimum lets equal layers share their tables.
             compute = min(available, seconds.max(initial=0.0, where=np.isfinite(seconds)))
             key = (id(edge.costs), id(seconds), compute)
             if key not in tables:
@@ -302,7 +302,7 @@ class BuiltProblem:
             options: list[Any] = list(variable.options)
             if variable.kind == "regather":
                 origin, spec = regather[variable.key]
-                # Where a value is absent, its spec says nothing.
+                # The spec of an absent value has no meaning.
                 options = [(each.origin, None if each.origin == "absent" else each.spec) for each in options]
                 assignment.append(options.index((origin, spec)))
             else:
@@ -312,7 +312,7 @@ class BuiltProblem:
 
 def _program_positions(built: BuiltProblem) -> list[float]:
     variables = built.variables
-    # Variables of operators are added in the order of the program: their numbers are positions.
+    # Variables of operators are added in program order: their numbers are positions.
     positions = {number: float(number) for number, variable in enumerate(variables) if variable.kind == "operator"}
     sources: dict[int, list[int]] = defaultdict(list)
     targets: dict[int, list[int]] = defaultdict(list)
@@ -321,13 +321,13 @@ def _program_positions(built: BuiltProblem) -> list[float]:
             sources[edge.target].append(edge.source)
         if edge.source not in positions:
             targets[edge.source].append(edge.target)
-    # Hubs first: tensors at rest and outputs may have edges to hubs alone.
+    # Hubs first, since a tensor at rest or an output may have edges only to hubs.
     for kind in ("hub", "regather", "rest", "output"):
         for number, variable in enumerate(variables):
             if variable.kind == kind:
                 before = [positions[source] for source in sources[number] if source in positions]
                 after = [positions[target] for target in targets[number] if target in positions]
-                # A copy lies behind its producer, a tensor at rest before its first use.
+                # A copy comes after its producer, a tensor at rest before its first use.
                 if kind == "rest" or not before:
                     positions[number] = min(after, default=0.0) - 0.5
                 else:

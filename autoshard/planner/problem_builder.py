@@ -1,4 +1,4 @@
-"""Builds the problems of a joint graph: at any prices, for any constraints, with some mesh axes fixed (Rhino 4.2)."""
+"""Builds the problems of a joint graph for any prices and constraints, with some mesh axes fixed (Rhino 4.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.planner.regather import Reuse
 
 
 class ProblemBuilder(ProblemTables):
-    """Builds the problem of one graph on one mesh, whole or with some mesh axes fixed; arguments as for its tables."""
+    """Builds the problem of one graph on one mesh, with some mesh axes fixed or none; arguments as for the tables."""
 
     _last: tuple[frozenset[int], Decisions | None, Reuse, BuiltProblem] | None = None
 
@@ -43,7 +43,7 @@ class ProblemBuilder(ProblemTables):
     def for_graph(self, rules: GraphRules, constraints: Constraints) -> ProblemBuilder:
         """Return a builder for another graph on the same mesh, at the same prices, that shares the tables."""
         builder = ProblemBuilder(rules, self.tables, self.resharder, constraints)
-        # Tables are found by the identity of lists of specs, so that these are shared too.
+        # The keys of tables are identities of spec lists, so the lists are shared too.
         builder.edge_tables, builder._lists, builder._labels = self.edge_tables, self._lists, self._labels
         builder._optional, builder._zeros, builder._sums = self._optional, self._zeros, self._sums
         return builder
@@ -56,19 +56,19 @@ class ProblemBuilder(ProblemTables):
         discount: OverlapDiscount | None = None,
         reuse: Reuse = "none",
     ) -> BuiltProblem:
-        """Return the problem in which some mesh axes are open.
+        """Return the problem in which some mesh axes are free.
 
-        On the other axes everything stays as in `current`, or, without decisions, whole.
+        On the other axes everything is as in `current`, or replicated if that is None.
 
         Args:
-            free: indices of the open axes.
+            free: indices of the free axes.
             current: the current decisions.
             prices: seconds per byte of memory at every moment of the step: one moment per operator, and one after
                 the last. The memory of options and copies is then part of their seconds.
             discount: the price of collectives of a kind that compute hides; by default all their seconds count.
             reuse: the copies of the forward half that the backward half may gather again (see `planner.regather`).
-                With `"none"`, where memory does not count, keeping them is best; the problem then knows nothing of
-                memory, and can have neither prices of it nor a limit.
+                With `"none"`, keeping them is best, since memory does not count; the problem then has no memory, so
+                neither prices of it nor a limit.
         """
         assert prices is None or reuse != "none", "the memory of copies is unknown where memory does not count"
         built = self._build_unpriced(free, current, reuse)
@@ -77,7 +77,7 @@ class ProblemBuilder(ProblemTables):
         return built if prices is None else built.with_memory_prices(prices)
 
     def _build_unpriced(self, free: frozenset[int], current: Decisions | None, reuse: Reuse) -> BuiltProblem:
-        # Problems without current decisions are solved at many prices; others change from block to block.
+        # Problems without current decisions are solved for many prices; others change from block to block.
         if current is None:
             if (free, reuse) not in self._plain:
                 self._plain[free, reuse] = ProblemPass(self, free, None, reuse).run()

@@ -1,4 +1,4 @@
-"""One pass over a joint graph, which makes the variables of its problem and the edges between them (Rhino 4.2)."""
+"""The pass over a joint graph that makes the variables and edges of its problem (Rhino 4.2)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class _EdgeEnd:
     Attributes:
         variable: number of the variable.
         specs: the specs of the tensor under every option.
-        life: first moment and end of the life of a copy that is made for this end.
+        life: first moment and end of a copy for this end.
         gradient: True if an optimizer gets the copy.
-        optional: True if the variable has one more option, by which it is absent.
-        returned: True if the step returns the copy, or the tensor itself, and holds it after its last use.
+        optional: True if the variable has one more option: to be absent.
+        returned: True if the step returns the copy or the tensor itself, and so holds it after its last use.
     """
 
     variable: int
@@ -58,7 +58,7 @@ class ProblemPass:
     """One pass over the graph that makes variables and edges.
 
     Args:
-        tables: what it shares with other passes.
+        tables: the tables shared with other passes.
         free, current, reuse: as for `ProblemBuilder.build`.
     """
 
@@ -75,7 +75,7 @@ class ProblemPass:
         self.current = current
         self.free = free
         self.memory_counts = reuse != "none"
-        # Operators of the forward half, with those that may run them again.
+        # Operator of the forward half -> the operator that may recompute it.
         self.reruns: dict[fx.Node, fx.Node] = {}
         if tables.constraints.optional_reruns:
             by_name = {node.name: node for node in self.rules.operators}
@@ -93,7 +93,7 @@ class ProblemPass:
         self.end = self.lifetimes.last
         self.positions, self.phases = self.lifetimes.positions, self.lifetimes.phases
         self.input_nodes = {source.name: source.node for source in self.rules.graph.inputs if source.kind != "tangent"}
-        # What makes a gradient holds it at first.
+        # A gradient is first held by its operator.
         self.gradient_starts = {
             name: self.lifetimes.end(value_of(node)) for name, node in self.rules.graph.gradients.items()
         }
@@ -128,7 +128,7 @@ class ProblemPass:
         components = tuple(map(self.shared.labels, self.variables))
         if not self.memory_counts:
             return Problem(costs, tuple(self.edges), components=components)
-        # The solver looks at an array once, so equal ones are one object.
+        # The solver processes an array once, so equal ones are one object.
         zeros: dict[int, np.ndarray] = {}
 
         def usage(variable: Variable) -> np.ndarray:
@@ -157,7 +157,7 @@ class ProblemPass:
         variable = Variable("operator", node.name, options.choices, seconds, options.results)
         if node in self.optional:
             variable = self.shared.with_absence(variable)
-        # What lies on the host takes nothing of the device.
+        # Values on the host take no device memory.
         if self.memory_counts and not rule.free and node.target is not TO_HOST:
             results = tables.result_bytes(call, options)
             if node in self.optional:
@@ -170,7 +170,7 @@ class ProblemPass:
                 if life[0] < life[1] and held.any()
             )
             if variable.live_ranges:
-                # A row of memory has one life for a variable.
+                # `usage` has one life for a variable.
                 variable.usage = self.shared.sum_of([live.bytes for live in variable.live_ranges])
                 variable.life = min(life[0] for life in lives), max(life[1] for life in lives)
         return variable
@@ -190,7 +190,7 @@ class ProblemPass:
         seconds = np.zeros(len(specs))
         variable = Variable("rest", source.node.name, options, seconds, (spec_list,))
         if source.kind == "parameter":
-            # At equal cost a parameter stays whole: a shard at rest costs the launch of a gather.
+            # At equal cost a parameter is replicated: a shard at rest costs the launch of a gather.
             overhead = self.shared.tables.cost.compute(0.0, 0.0, value.meta.dtype)
             seconds += [overhead * len(spec.shard_axes) for spec in specs]
             seconds += self._host_seconds(variable, value)
@@ -219,7 +219,7 @@ class ProblemPass:
                 ],
                 dtype=float,
             )
-            # A row of memory has one life for a variable: a gradient counts as if it were there from the start.
+            # `usage` has one life for a variable: a gradient counts as if held from the start.
             variable.usage = 2.0 * held + state
             variable.live_ranges = (
                 LiveRange(held, self.gradient_starts[source.name], self.end),
@@ -227,7 +227,7 @@ class ProblemPass:
             )
 
     def _host_seconds(self, variable: Variable, value: Value) -> np.ndarray:
-        """Return the seconds of the update on the host of every option of a parameter."""
+        """Return the seconds of the update on the host for every option of a parameter."""
         optimizer, cost = self.shared.constraints.optimizer, self.shared.tables.cost
         shape, itemsize, known = value.meta.shape, value.meta.dtype.itemsize, dict[Spec, float]()
         for option in variable.options:
@@ -250,11 +250,11 @@ class ProblemPass:
         rerun = None if again is None else Value(again, value.result)
         forward, backward = self._targets(value)
         if rerun is not None:
-            # What the backward half reads of the value in any case, and what it reads of the operator that runs again.
+            # The backward uses that always read the value, and those that may read the recomputed one.
             before, after = self._targets(rerun)
             forward, backward = forward + before, backward + after
         producer = self.variable_of_node[value.node]
-        # What the step is given is held in any case.
+        # Inputs of the step are always held.
         life = (0, self.end) if value.node in self.lifetimes.inputs else self.lifetimes.life(value)
         source = _EdgeEnd(producer, self.variables[producer].results[value.result], life)
         uses = forward + backward
@@ -271,7 +271,7 @@ class ProblemPass:
 
     def _connect_through(self, hub: _EdgeEnd, value: Value, source: _EdgeEnd, uses: Sequence[_EdgeEnd]) -> None:
         self._add_edges(value, source, [hub])
-        # Where both have one spec, what the hub hands on is the tensor itself.
+        # If both have the same spec, the hub's copy is the tensor itself.
         hub = replace(hub, life=(hub.life[0], max(hub.life[1], source.life[1])))
         self._add_edges(value, hub, uses)
 
@@ -283,20 +283,20 @@ class ProblemPass:
         backward: Sequence[_EdgeEnd],
         rerun: Value | None = None,
     ) -> None:
-        """Add one hub per half; that of the backward half says where it has the value from.
+        """Add one hub per half; that of the backward half has the origin of its value.
 
         Args:
             value: the value.
-            source: its operator, or tensor at rest.
+            source: its operator, or the tensor at rest.
             forward, backward: its uses in each half.
-            rerun: the value as an operator of the backward half that may run again makes it, if there is one.
+            rerun: the recomputed value, if an operator of the backward half may recompute it.
         """
-        gradients = [use for use in backward if use.gradient]  # a gradient for the optimizer is no copy of the value
+        gradients = [use for use in backward if use.gradient]  # the optimizer's gradient does not use the hub
         backward = [use for use in backward if not use.gradient]
         specs = _specs([*forward, *backward])
         origins: tuple[Origin, ...] = MADE_ONCE
         if rerun is not None:
-            # Small copies are kept, not gathered again; without a use in the forward half there is no copy to keep.
+            # Small copies are kept, not gathered again. Without a forward use there is no copy to keep.
             if not forward:
                 origins = ("gathered",)
             elif not self.lifetimes.may_keep_copy(value):
@@ -344,7 +344,7 @@ class ProblemPass:
         self._add_edges(value, source, gradients)
 
     def _made_specs(self, value: Value) -> SpecList:
-        """Return the specs of a result under every strategy of its operator, without the one by which it is absent."""
+        """Return the specs of a result under every strategy of its operator but absence."""
         pinned = self.rules.pin_spec(value.node, self.mesh)
         if pinned is not None:
             return self.shared.intern_specs((pinned,))
@@ -370,13 +370,13 @@ class ProblemPass:
             )
             ends[self.phases[use.node]].append(end)
         for output in self.rules.outputs_of.get(value, ()):
-            # A gradient, and the new value of a buffer, goes to where the parameter or buffer lies.
+            # A gradient, and the new value of a buffer, has the spec of the parameter or buffer at rest.
             user = (
                 self.variable_of_output[output.name]
                 if output.kind == "output"
                 else self.variable_of_node[self.input_nodes[output.name]]
             )
-            # An output is resharded as soon as it exists, and held to the end of the step.
+            # An output is resharded as soon as it is computed, and held to the end of the step.
             start = self.positions.get(value.node, -1) + 1
             # A gradient's memory is counted with its parameter.
             gradient = output.kind == "gradient"
@@ -392,12 +392,12 @@ class ProblemPass:
         return self._options(use.node).operands[use.operand]
 
     def _options(self, node: fx.Node) -> OperatorStrategies:
-        """Return the strategies that are open to an operator."""
+        """Return the strategies that an operator may have."""
         rule, tables = self.rules.rules[node], self.shared.tables
         restricted = self.shared.restrictions.operators.get(node, ())
         if self.current is not None:
             start = self.current.choices[node.name]
-            if start == (ABSENT,) * self.mesh.ndim:  # the axes that stay are those of the first run
+            if start == (ABSENT,) * self.mesh.ndim:  # fixed axes are then as in the first run
                 start = self.current.choices[node.meta[RECOMPUTES]]
         elif restricted:
             start = tables.options(rule, restricted=restricted).choices[0]
@@ -407,7 +407,7 @@ class ProblemPass:
         return tables.options(rule, fixed, restricted)
 
     def _specs_on_free_axes(self, specs: list[Spec], now: Spec | None) -> list[Spec]:
-        """Return the specs that differ from the current one only on open axes; all specs if there are none (pins)."""
+        """Return the specs that differ from the current one only on free axes; all specs if there are none (pins)."""
         if now is None:
             now = Spec.all_replicated(self.mesh.ndim)
         fixed = [axis for axis in range(self.mesh.ndim) if axis not in self.free]
@@ -415,19 +415,19 @@ class ProblemPass:
 
     def _add_edges(self, value: Value, source: _EdgeEnd, targets: Iterable[_EdgeEnd]) -> None:
         for target in targets:
-            # A tensor may be handed back where it came from (an unchanged buffer), which costs nothing.
+            # An output may be an input itself (an unchanged buffer), which costs nothing.
             if source.variable != target.variable:
                 self._add_edge(value, source, target)
 
     def _add_edge(self, value: Value, source: _EdgeEnd, target: _EdgeEnd) -> None:
         meta, tables, forbidden = value.meta, self.shared.edge_tables, ""
-        # The precision policy says in which dtype a gradient is reduced.
+        # The precision policy decides in which dtype a gradient is reduced.
         if self.rules.restores_dtype(value.node):
             forbidden = "reduced before"
         elif value in self.rules.unreduced:
             forbidden = "reduced later"
         seconds = tables.reshard_seconds(meta, source.specs, target.specs, target.gradient)
-        # Equal layers share a table if nothing is added, or the same is.
+        # Equal layers share a table if nothing is added to it, or the same.
         key = (id(seconds), forbidden)
         if key not in self.tables:
             self.tables[key] = seconds + FORBIDDEN[forbidden](source.specs, target.specs) if forbidden else seconds
@@ -437,7 +437,7 @@ class ProblemPass:
             costs = tables.with_absence(costs, **absence, forbidden=np.inf)
             seconds = tables.with_absence(seconds, **absence, forbidden=0.0)
         held_on = self._held_on(value, source, target)
-        # An edge between single, equal specs costs nothing.
+        # An edge between single equal specs costs nothing.
         if costs.size > 1 or costs.any() or source.specs.distinct != target.specs.distinct or held_on:
             number = len(self.edges)
             if target.gradient:
@@ -453,13 +453,13 @@ class ProblemPass:
                 self.edge_live_ranges[number] = (LiveRange(copied, *target.life), *held_on)
                 is_last = source.life[1] - 1 == target.life[0] and self.lifetimes.is_held(value)
                 if self.shared.constraints.bounding and is_last:
-                    # What is resharded for its last use is free when that begins.
+                    # A tensor that is resharded for its last use is free when that use begins.
                     freed = source.specs.bytes(meta, self.mesh)[:, None] * (copied > 0)
                     self.edge_live_ranges[number] += (LiveRange(-freed, target.life[0], source.life[1]),)
             self.edges.append(Edge(source.variable, target.variable, costs))
 
     def _held_on(self, value: Value, source: _EdgeEnd, target: _EdgeEnd) -> tuple[LiveRange, ...]:
-        """Return the memory of a value as far as it is held for a view or an output alone, which are no copy of it."""
+        """Return the memory of a value while only a view or an output that shares its memory holds it."""
         if not self.memory_counts or source.optional or target.optional or not self.lifetimes.is_held(value):
             return ()
         start, end = self.lifetimes.continuation(value)
@@ -470,7 +470,7 @@ class ProblemPass:
         return (LiveRange(target.specs.bytes(value.meta, self.mesh) - copied, start, end),)
 
     def _gather_moment(self, value: Value, target: _EdgeEnd) -> int | None:
-        """Return the moment at which a parameter that is gathered for a use is needed; None for other values."""
+        """Return the moment at which a parameter gathered for a use is needed; None for other values."""
         if target.life[0] >= len(self.rules.operators):
             return None
         phase = self.phases[self.rules.operators[target.life[0]]]
@@ -489,7 +489,7 @@ class ProblemPass:
                     self.edges.append(Edge(output, tangent, costs))
 
     def _tie_random_operators(self) -> None:
-        """Split a random operator that runs again as at its first run: the numbers of a shard depend on the split."""
+        """Split a recomputed random operator as in its first run: the random numbers of a shard depend on the split."""
         for node in self.rules.operators:
             first = self.rules.original_draw(node)
             if first is not None and self.rules.pin_spec(node, self.mesh) is None:
@@ -502,7 +502,7 @@ class ProblemPass:
     def _tie(self, first: fx.Node, second: fx.Node, results: int | None = None) -> None:
         numbers = self.variable_of_node[first], self.variable_of_node[second]
         rows, columns = (_splits(self.variables[number], results) for number in numbers)
-        # An operator that is absent draws nothing.
+        # An absent operator draws nothing.
         costs = np.array(
             [[0.0 if row == column or None in (row, column) else np.inf for column in columns] for row in rows]
         )
@@ -512,7 +512,7 @@ class ProblemPass:
 def _splits(variable: Variable, results: int | None = None) -> list[tuple[object, ...] | None]:
     """Return for every option what random numbers depend on: the axes that split the operator, and results' specs.
 
-    It is None of the option by which the operator is absent.
+    None stands for the option to be absent.
     """
     rows: list[tuple[object, ...] | None] = []
     for option, choices in enumerate(cast(Sequence[Choices], variable.options)):
@@ -522,8 +522,8 @@ def _splits(variable: Variable, results: int | None = None) -> list[tuple[object
 
 
 def _span(uses: Sequence[_EdgeEnd]) -> Life:
-    """Return the first moment at which a copy for some uses is held in any case, and the first at which no more."""
-    # What the step returns is held by the edge that hands it on.
+    """Return the interval of moments at which a copy for some uses is certainly held."""
+    # The memory of a returned value is counted on the edge to the output.
     counted = [use.life for use in uses if use.life[0] < use.life[1] and not use.returned]
     start = min(life[0] for life in counted or [use.life for use in uses])
     return start, max((end for _, end in counted), default=start)

@@ -1,4 +1,4 @@
-"""What the problems of one graph share, made once: lists of specs, tables of edges, and padded or summed arrays."""
+"""Tables that the problems of one graph share: lists of specs, tables of edges, and padded or summed arrays."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from autoshard.specs.spec import Spec
 
 
 class ProblemTables:
-    """What the problems of one graph on one mesh share: strategies, specs, prices, and arrays.
+    """Tables that the problems of one graph on one mesh share: strategies, specs, prices, and arrays.
 
-    Equal layers share their arrays, so that the solver looks at each of them once.
+    Equal layers share their arrays, so that the solver processes each of them once.
 
     Args:
         rules: the graph and its rules.
@@ -51,13 +51,13 @@ class ProblemTables:
         self.edge_tables = EdgeTables(resharder)
         self._lists: dict[tuple[Spec, ...], SpecList] = {}
         self._labels: dict[int, tuple[object, np.ndarray]] = {}
-        # What is padded for operators that may be absent, by the identity of what it is made of.
+        # Padded variables of operators that may be absent, by the identity of the unpadded arrays.
         self._optional: dict[tuple[int, int], tuple[object, Variable]] = {}
         self._zeros: dict[int, tuple[object, np.ndarray]] = {}
-        self._sums: dict[tuple[int, ...], tuple[object, np.ndarray]] = {}  # the values keep what was summed alive
+        self._sums: dict[tuple[int, ...], tuple[object, np.ndarray]] = {}  # the values keep the summands alive
 
     def intern_specs(self, specs: Sequence[Spec]) -> SpecList:
-        """Return the one list of these specs."""
+        """Return the unique list of these specs."""
         key = tuple(specs)
         if key not in self._lists:
             self._lists[key] = SpecList.of(specs)
@@ -74,8 +74,8 @@ class ProblemTables:
         return BoundarySpecs(self.rules, self.tables, self.constraints, self.restrictions)
 
     def with_absence(self, variable: Variable) -> Variable:
-        """Return the variable of an operator with one more option, by which it does not run."""
-        # Equal operators go on sharing what is padded.
+        """Return the variable of an operator with one more option: not to run."""
+        # Equal operators share the padded variable too.
         key = id(variable.options), id(variable.seconds)
         if key not in self._optional:
             options = (*variable.options, (ABSENT,) * self.mesh.ndim)
@@ -88,20 +88,20 @@ class ProblemTables:
         return replace(self._optional[key][1], key=variable.key)
 
     def with_zero(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of an operator's options, and zero where it is absent; made once."""
+        """Return the values of an operator's options, with zero appended for its absence; cached."""
         if id(values) not in self._zeros:
             self._zeros[id(values)] = values, np.append(values, 0.0)
         return self._zeros[id(values)][1]
 
     def sum_of(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the sum of some values of an operator's options; made once."""
+        """Return the sum of some values of an operator's options; cached."""
         key = tuple(map(id, parts))
         if key not in self._sums:
             self._sums[key] = parts, np.sum(parts, axis=0)
         return self._sums[key][1]
 
     def labels(self, variable: Variable) -> np.ndarray:
-        """Return one label per option and mesh axis, for the choice or the placement; equal variables share them."""
+        """Return one label of the choice or placement per option and mesh axis; equal variables share them."""
         is_operator = variable.kind == "operator"
         holder: object = variable.options if is_operator else variable.results[0]
         if id(holder) not in self._labels:

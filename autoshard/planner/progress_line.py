@@ -18,7 +18,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 log = logging.getLogger("autoshard")
 
-SECONDS = 10.0  # between two records in the log
+SECONDS = 10.0  # between two log records
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
     """Context that shows the reports given to the function that it returns.
 
     Args:
-        verbose: log every report at INFO level. Otherwise, on a terminal, or in a notebook where ipywidgets is
-            installed, one line shows phase, cost and bound, and disappears when the block ends; elsewhere the last
-            report is logged every ten seconds.
+        verbose: log every report at INFO level. Otherwise, on a terminal, or in a notebook with ipywidgets, one line
+            shows phase, cost and bound, and disappears when the block ends; elsewhere the last report is logged every
+            ten seconds.
         title: text that is shown until the first report.
     """
-    # Processes without a console have no standard error.
+    # Processes without a console have no stderr.
     console = None if verbose or sys.stderr is None else Console(file=sys.stderr)
     if console is not None and (sys.stderr.isatty() or _draws_widgets(console)):
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -56,7 +56,7 @@ def show_progress(verbose: bool, title: str = "planning") -> Iterator[Callable[[
             task = bar.add_task(title)
             yield lambda progress: bar.update(task, description=progress_text(progress))
         return
-    # The last report, if there was one, and when the first of its phase came.
+    # The last report, if there was one, and the time of the first of its phase.
     last: list[tuple[Progress, float]] = []
 
     def report(progress: Progress) -> None:
@@ -88,7 +88,7 @@ def _call_every(seconds: float, function: Callable[[float], None]) -> Iterator[N
         while not ended.wait(seconds):
             function(time.monotonic() - start)
 
-    # A thread, since a search may stay in compiled code for long; as a daemon it does not keep a process alive.
+    # A thread, since a search may be in compiled code for long; a daemon, to not keep the process alive.
     thread = threading.Thread(target=run, name="autoshard progress", daemon=True)
     thread.start()
     try:
@@ -102,7 +102,7 @@ def _log_info(text: str) -> None:
     if log.hasHandlers():
         log.info("%s", text)
     else:
-        # Without any handler Python drops INFO records; it shows warnings on standard error, and so do we.
+        # Without any handler Python drops INFO records; like warnings, ours then go to stderr.
         record = log.makeRecord(log.name, logging.INFO, __file__, 0, "autoshard: %s", (text,), None)
         logging.StreamHandler().handle(record)
 
@@ -114,7 +114,7 @@ def progress_text(progress: Progress) -> str:
 
 
 def _state_text(progress: Progress) -> str:
-    """Return phase, cost and bound, as far as they are known."""
+    """Return phase, cost and bound as text, as far as known."""
     cost, bound, parts = progress.cost, progress.lower_bound, []
     if math.isfinite(cost):
         parts.append(f"{cost:.4g} s per step")

@@ -1,7 +1,7 @@
-"""The cheapest plan within a memory limit that decides in every place as one of some plans that are known.
+"""The cheapest plan within a memory limit whose every decision is that of one of some known plans.
 
-Prices of memory lead to plans on the hull of cost and bytes, with gaps between them. Here the limit itself is in the
-problem, which has few strategies left: those of the known plans. It is solved exactly where it is small.
+Prices of memory lead to plans on the convex hull of cost and bytes, with gaps between them. Here the problem has the
+limit itself, but only the strategies of the known plans. It is solved exactly if it is small.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from autoshard.planner.planning_problem import BuiltProblem
 from autoshard.solver import Edge, Problem, solve
 
 _WORK = 100_000_000  # of the solver, about a second
-_EXACT = 4_000  # nodes up to which the best assignment is proved
-_GAP = 1e-3  # part of the cost by which an assignment may be dearer than the bound
+_EXACT = 4_000  # nodes of the largest problem that is solved exactly
+_GAP = 1e-3  # relative gap between cost and bound at which the solver stops
 
 
 def recombine(
     built: BuiltProblem, known: Sequence[Sequence[int]], besides: np.ndarray, limit: int, seconds: float
 ) -> list[int] | None:
-    """Return the cheapest assignment that is found within a limit; None if none is.
+    """Return the cheapest assignment found within a limit; None if there is none.
 
     Args:
         built: the problem without prices.
-        known: the assignments, of whose options every variable gets one.
-        besides: bytes that are held at every moment beside what the problem counts, of shape `(moments,)`. They may be
-            less than none.
+        known: the assignments; every variable gets its option in one of them.
+        besides: bytes held at every moment in addition to those of the problem, of shape `(moments,)`; may be negative.
         limit: bytes per device.
-        seconds: the most seconds.
+        seconds: the time limit.
     """
     rows = _Rows(built, [np.unique(options) for options in np.transpose(known)])
     problem = rows.problem(besides, limit)
@@ -48,8 +47,8 @@ def recombine(
 class _Rows:
     """A problem with few options of every variable, and the memory of every live range.
 
-    The solver counts the memory of a node in one interval. So every further live range of a variable is a node of its
-    own, with the same options, and so is one that depends on two variables, with their pairs for options.
+    The solver counts the memory of a node in one interval. So every further live range of a variable is a separate node
+    with the same options, and a live range of two variables is a node whose options are their pairs.
     """
 
     built: BuiltProblem
@@ -60,7 +59,7 @@ class _Rows:
     edges: list[Edge] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # The nodes of variables that have a choice.
+        # The nodes of variables with several options.
         self.nodes = {number: place for place, number in enumerate(n for n, k in enumerate(self.kept) if len(k) > 1)}
 
     def whole(self, assignment: Sequence[int]) -> list[int]:
@@ -74,7 +73,7 @@ class _Rows:
         """Return the problem; see `recombine`."""
         built, kept, nodes = self.built, self.kept, self.nodes
         own = {number: built.problem.costs[number][kept[number]] for number in nodes}
-        fixed = np.zeros(len(besides) + 1)  # changes of what is held in any case
+        fixed = np.zeros(len(besides) + 1)  # changes of the bytes that all assignments hold
         lives: dict[int, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)  # of variables
         pairs: list[tuple[int, int, np.ndarray, tuple[int, int]]] = []
 
@@ -119,13 +118,13 @@ class _Rows:
             self._tie(nodes[target], _column_ties(rows, columns))
             self._add(np.zeros(held.size), self._beside(held, life, fixed).ravel(), life)
         held = np.cumsum(fixed)[:-1] + besides
-        # Nodes hold no less than nothing. Where less is held in any case, all counts more, and so does the limit.
+        # Nodes can't hold negative bytes: if fixed bytes are negative, they and the limit are shifted.
         shift = max(0.0, -float(held.min(initial=0.0)))
         self._add_fixed(held + shift)
         return Problem(tuple(self.costs), tuple(self.edges), tuple(self.usages), tuple(self.intervals), limit + shift)
 
     def _hold(self, node: int, held: np.ndarray, life: tuple[int, int], fixed: np.ndarray) -> None:
-        """Let a node hold these bytes, and in any case the least of them."""
+        """Let a node hold these bytes, with their minimum as fixed bytes."""
         beside = self._beside(held, life, fixed)
         if life[0] >= life[1] or not beside.any():
             return
@@ -136,14 +135,14 @@ class _Rows:
         self._add(np.zeros(len(held)), beside, life)
 
     def _beside(self, held: np.ndarray, life: tuple[int, int], fixed: np.ndarray) -> np.ndarray:
-        """Count the least of some bytes as held in any case, and return the rest."""
+        """Add the minimum of some bytes to the fixed ones, and return the differences from it."""
         least = held.min()
         fixed[life[0]] += least
         fixed[life[1]] -= least
         return held - least
 
     def _add_fixed(self, held: np.ndarray) -> None:
-        """Let a node for every part of the step hold what is held there in any case."""
+        """Add a node for every part of the step that holds its fixed bytes."""
         ends = {moment for life in self.intervals if life[0] < life[1] for moment in life}
         cuts = sorted({0, len(held), *ends})
         for start, end in itertools.pairwise(cuts):
@@ -155,17 +154,17 @@ class _Rows:
         self.intervals.append(life)
 
     def _tie(self, node: int, table: np.ndarray) -> None:
-        """Tie the node that is added next to another one."""
+        """Tie the next added node to another one."""
         self.edges.append(Edge(node, len(self.costs), table))
 
 
 @cache
 def _row_ties(rows: int, columns: int) -> np.ndarray:
-    """Return the table that ties a node to one whose options are pairs, of which its own are the rows."""
+    """Return the table that ties a node to one whose options are pairs (row, column), with its options as rows."""
     return np.where(np.repeat(np.eye(rows, dtype=bool), columns, axis=1), 0.0, np.inf)
 
 
 @cache
 def _column_ties(rows: int, columns: int) -> np.ndarray:
-    """Return the table that ties a node to one whose options are pairs, of which its own are the columns."""
+    """Return the table that ties a node to one whose options are pairs (row, column), with its options as columns."""
     return np.where(np.tile(np.eye(columns, dtype=bool), rows), 0.0, np.inf)

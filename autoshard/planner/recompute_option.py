@@ -1,4 +1,4 @@
-"""What the option `recompute` has run again in any case, whatever the memory limit."""
+"""The layers or operators that the option `recompute` always recomputes, whatever the memory limit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from autoshard.planner.strategy_tables import whole_work
 
 
 def names_by_option(planner: PlanningContext) -> list[str]:
-    """Return the names, for `recompute_layers`, of what the option has run again in any case.
+    """Return the names, for `recompute_layers`, of the layers or operators that the option always recomputes.
 
-    With `"full"` they are of all layers; with `"selective"` of the operators in layers that are priced by their bytes
-    alone. What hints keep is left out, and what runs again already.
+    With `"full"` these are all layers; with `"selective"` the operators in layers whose price depends only on their
+    bytes. Those that hints keep, or that are recomputed already, are left out.
     """
     graph, recompute = planner.graph, planner.settings.recompute
     if recompute not in ALWAYS_RECOMPUTE:
         return []
     layers = recomputable(graph)
-    # A plan says by itself what runs again: whole layers, or else operators.
+    # A plan names what it recomputes: whole layers, or else operators.
     if recompute == "full" and not graph.kept and not graph.recomputed:
         return [layer.name for layer in layers]
     again = {node for layer in layers for node in layer.rerun}

@@ -1,12 +1,12 @@
-"""Values that both halves of a step use: kept, gathered again, made again, or moved to the host in between.
+"""Values that both halves of a step use: kept, gathered again, recomputed, or moved to the host in between.
 
 A tensor that is gathered for its uses in the forward half is often needed gathered in the backward half too. The copy
-may be kept in between, which takes memory, or freed and made again from the shards, which takes the time of a second
-gather (TensorOpt 4.2, tensor reuse; for parameters the first is ZeRO-2, the second ZeRO-3).
+may be kept in between, which takes memory, or freed and gathered again, which takes time (TensorOpt 4.2, tensor reuse;
+for parameters the first is ZeRO-2, the second ZeRO-3).
 
 In the problem the forward half has a hub, whose options are specs, and the backward half has another one, whose options
-are `RegatherChoice`s. Every cost depends on two variables: the tensor itself, one of the two hubs, or the operator of
-the backward half that may run again, if there is one (`rerun_context.py`).
+are `RegatherChoice`s. Every cost depends on two variables among the tensor itself, the two hubs, and the operator of
+the backward half that may recompute it, if there is one (`rerun_context.py`).
 `value_lifetimes.py` says which values may be gathered again, and when they are held.
 """
 
@@ -27,14 +27,14 @@ Reuse = Literal["none", "inputs", "all"]
 """Values whose copies may be gathered again: no values, inputs of the step, or activations too."""
 
 Origin = Literal["gathered", "kept", "rerun", "moved", "absent"]
-"""Where the backward half has a value from: gathered again from the kept tensor; the copy of the forward half; its
-operator, which runs again; the host, where the tensor was moved; or nowhere, since nothing reads it there."""
+"""How the backward half gets a value: gathered again from the kept tensor; kept, as the copy of the forward half;
+recomputed by its operator; moved back from the host; or not at all, since nothing reads it there."""
 
 MOVED = "@moved"
-"""End of the key, among hubs, of the spec in which the backward half reads a value that was moved."""
+"""Suffix of the hub key of a moved value, for the spec in which the backward half reads it."""
 
 MADE_ONCE: tuple[Origin, ...] = ("gathered", "kept")
-"""The origins of a value whose operator does not run again, and which the backward half needs."""
+"""The origins of a value that the backward half needs and that is not recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,20 @@ class RegatherChoice:
 
 
 def regather_choices(specs: Sequence[Spec], origins: Sequence[Origin] = MADE_ONCE) -> tuple[RegatherChoice, ...]:
-    """Return the options of the hub of the backward half: of every origin each spec; one where it is absent."""
+    """Return the options of the hub of the backward half: every spec for each origin, and one for `"absent"`."""
     return tuple(
         RegatherChoice(spec, origin) for origin in origins for spec in (specs[:1] if origin == "absent" else specs)
     )
 
 
 def tie_costs(specs: int, origins: Sequence[Origin] = MADE_ONCE) -> np.ndarray:
-    """Return the costs between the two hubs of so many specs: a copy that is kept has the forward half's spec."""
+    """Return the costs between the two hubs of so many specs: a kept copy has the spec of the forward half."""
     kept = np.where(np.eye(specs, dtype=bool), 0.0, np.inf)
     return np.hstack([kept if origin == "kept" else _nothing(specs, specs, origin) for origin in origins])
 
 
 def _nothing(rows: int, specs: int, origin: Origin) -> np.ndarray:
-    """Return the columns of an origin that has no part in a table."""
+    """Return zeros for the columns of an origin that costs nothing in a table."""
     return np.zeros((rows, 1 if origin == "absent" else specs))
 
 
@@ -78,7 +78,7 @@ class RegatherEdge:
     """The edge from a tensor to the hub of the backward half.
 
     Attributes:
-        seconds: seconds of the reshard, if the copy is made again.
+        seconds: seconds of the reshard, if the copy is gathered again.
         between: bytes held from the last use in the forward half to the first in the backward half.
         after: bytes held from there to the last use in the backward half.
     """
@@ -101,18 +101,18 @@ def regather_edge(
         seconds: seconds of the reshard from every spec of the tensor (rows) to every spec of the hubs (columns).
         copied: bytes of the copy; zero where both specs are the same.
         held: bytes of the tensor itself under every spec, if it is held only for the backward half; zeros if it is
-            held in any case, as inputs of the step are.
+            always held, as inputs of the step are.
         origins: the origins of the hub's options.
-        moves: seconds of the copies of the tensor to the host and back under every spec of its own, where it may move.
+        moves: seconds of the tensor's copies to the host and back under each of its specs, if it may move.
     """
     read = (copied == 0) * held[:, None]  # the tensor itself is read: there is no copy
-    source = (copied > 0) * held[:, None]  # kept to make the copy again
+    source = (copied > 0) * held[:, None]  # kept to gather the copy again
     parts = {
         "gathered": (seconds, read + source, read + copied),
         "kept": (np.zeros_like(seconds), read + copied, read + copied),
     }
     if moves is not None:
-        # The device holds nothing between, and then what comes back, in the spec that is read.
+        # The device holds nothing in between, then the copy from the host, in the spec that is read.
         parts["moved"] = seconds + moves[:, None], np.zeros_like(seconds), read + copied
     rows, specs = seconds.shape
     tables = [parts.get(origin) or (_nothing(rows, specs, origin),) * 3 for origin in origins]
@@ -120,7 +120,7 @@ def regather_edge(
 
 
 def rerun_edge(seconds: np.ndarray, copied: np.ndarray, origins: Sequence[Origin]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds and the bytes of the edge from an operator that may run again to the hub of its value.
+    """Return the seconds and the bytes of the edge from an optional second operator to the hub of its value.
 
     Args:
         seconds: seconds of the reshard from its result under every strategy (rows) to every spec of the hub (columns).
@@ -128,7 +128,7 @@ def rerun_edge(seconds: np.ndarray, copied: np.ndarray, origins: Sequence[Origin
         origins: the origins of the hub's options.
 
     Returns:
-        Tables with one more row, for an operator that does not run.
+        Tables with one more row, for an absent operator.
     """
     absent = np.full((1, seconds.shape[1]), np.inf)
     tables = {"rerun": (np.vstack([seconds, absent]), np.vstack([copied, np.zeros_like(absent)]))}
@@ -147,7 +147,7 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
     merged = dict(hubs)
     for name, choice in choices.items():
         if choice.kept:
-            # One hub for both halves stands for a copy that is kept.
+            # A kept copy is one hub for both halves.
             merged.pop(f"{name}@forward", None)
             merged[name] = choice.spec
         elif choice.origin == "gathered":
@@ -162,17 +162,17 @@ def hubs_from_choices(hubs: Mapping[str, Spec], choices: Mapping[str, RegatherCh
 def choices_from_hubs(
     hubs: Mapping[str, Spec], names: Iterable[str]
 ) -> tuple[dict[str, Spec], dict[str, tuple[Origin, Spec | None]]]:
-    """Return the hubs of some decisions as a problem has them; the reverse of `hubs_from_choices`.
+    """Return the hubs of some decisions as a problem has them: the inverse of `hubs_from_choices`.
 
     Args:
         hubs: key -> spec.
-        names: of the values that have a hub of the backward half.
+        names: names of the values that have a hub of the backward half.
 
     Returns:
-        Key -> spec of all hubs but those of the backward half; and of these, by the name of the value, the origin and
-        the spec, which is None where the value is absent.
+        Key -> spec of all hubs but those of the backward half; and name of a value -> origin and spec of its hub of the
+        backward half, with None as the spec of an absent value.
     """
-    # `separate` gets the forward hub of every name: the problem has one, also where a kept copy needs only one hub.
+    # `separate` gets a forward hub for every name: the problem has one even for a kept copy.
     separate, choices = dict(hubs), dict[str, tuple[Origin, Spec | None]]()
     for name in names:
         if name in separate:
@@ -186,10 +186,10 @@ def choices_from_hubs(
 
 
 def regather_parameters(rules: GraphRules, decisions: Decisions) -> Decisions:
-    """Return the same decisions, with gathered copies of parameters made again in the backward half (ZeRO-3)."""
+    """Return the same decisions with parameters gathered again in the backward half (ZeRO-3)."""
     hubs = dict(decisions.hubs)
     for node, phase in rules.first_parameter_uses:
-        # A copy that both halves read has one hub, whose key is the name of the value.
+        # The hub of a copy that both halves read has the name of the value as its key.
         if phase == "backward" and (node, "forward") in rules.first_parameter_uses and node.name in hubs:
             spec = hubs.pop(node.name)
             hubs |= {f"{node.name}@forward": spec, f"{node.name}@backward": spec}

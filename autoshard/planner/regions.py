@@ -1,8 +1,8 @@
-"""Regions of a step: stretches whose operators run again, whose values are kept, or moved to the host.
+"""Regions of a step: parts whose operators are recomputed, or whose values are kept, or moved to the host.
 
 A region is a module that a hint matches, a context in `forward`, or a call of `torch.utils.checkpoint`. Regions change
-the captured step before it is planned: what runs again and what is moved is in its graph, and the planner decides the
-rest. Of regions inside one another that contradict, the innermost counts.
+the captured step before it is planned: its graph has the recomputation and offloading, and the planner decides the
+rest. If nested regions contradict, the innermost counts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Stretch:
 
     Attributes:
         kind: as in `Region`.
-        text: what the user wrote, for errors.
-        glob: of the hint that makes the region; None of one in the model's code.
-        nodes: of the forward half.
+        text: the user's text, for errors.
+        glob: the glob of the hint that makes the region; None for a region in the model's code.
+        nodes: its operators in the forward half.
     """
 
     kind: RegionKind
@@ -45,16 +45,16 @@ class _Stretch:
 
 
 def with_regions(graph: JointGraph, hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> JointGraph:
-    """Return a step in which operators run again, are kept, and values are moved, as hints and the model's code say.
+    """Return a step with the recomputation, saving and offloading that hints and the model's code ask for.
 
     Args:
-        graph: the captured step; itself is returned where nothing is asked for, or there is no backward half.
+        graph: the captured step; returned unchanged if nothing is asked for, or if there is no backward half.
         hints: as for `hints.resolve`; those with another value than `recompute()`, `keep()` or `offload()` are ignored.
         modules: paths of the modules.
 
     Raises:
-        HintError: a glob matches no module; a hint runs nothing again, or moves nothing; or two regions contradict each
-            other, of which neither is inside of the other.
+        HintError: a glob matches no module; a hint recomputes or moves nothing; or two regions contradict each other,
+            and neither is inside the other.
     """
     paths = hinted_paths(hints, modules)
     if not graph.gradients:
@@ -92,7 +92,7 @@ def with_regions(graph: JointGraph, hints: Mapping[str, HintValue] | None, modul
 
 
 def hinted_paths(hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the modules that every hint of a region makes regions of: those it matches that lie in no other.
+    """Return, for every hint of a region, the modules that it makes regions: its matches outside its other matches.
 
     Args:
         hints, modules: as for `with_regions`.
@@ -101,7 +101,7 @@ def hinted_paths(hints: Mapping[str, HintValue] | None, modules: Collection[str]
         HintError: a glob matches no module.
     """
     found = {}
-    # `hints.resolve` raises the error of hints that are no mapping.
+    # `hints.resolve` raises the error for hints that are no mapping.
     for glob, value in hints.items() if isinstance(hints, Mapping) else ():
         if isinstance(value, Saving):
             matched = set(matching(str(glob), modules))
@@ -116,7 +116,7 @@ def hinted_paths(hints: Mapping[str, HintValue] | None, modules: Collection[str]
 def mark_regions(graph: fx.Graph, hints: Mapping[str, HintValue] | None, modules: Collection[str]) -> None:
     """Mark the operators of an exported forward graph with the regions of hints.
 
-    A part that is cut from the graph then keeps its regions, though it has other modules.
+    A part that is cut from the graph has other modules, but then keeps its regions.
 
     Args:
         graph: an exported graph, with the modules of every node.
@@ -141,14 +141,14 @@ def mark_regions(graph: fx.Graph, hints: Mapping[str, HintValue] | None, modules
 
 
 def _around(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, the root last."""
+    """Yield the paths of the modules that contain a module, the root last."""
     if path:
         yield from ancestors(path)
         yield ""
 
 
 def _marked_stretches(forward: Sequence[fx.Node]) -> Iterator[_Stretch]:
-    """Yield the regions that operators are marked with, outer ones first."""
+    """Yield the regions marked on operators, outer ones first."""
     members: dict[Region, list[fx.Node]] = {}
     for node in forward:
         for region in marked_regions(node):
@@ -176,10 +176,10 @@ def _hinted_stretches(
 
 
 def _contradicting_stretches_inside(stretches: Sequence[_Stretch]) -> dict[_Stretch, list[frozenset[fx.Node]]]:
-    """Return the operators of the regions inside of each that contradict it.
+    """Return, for every region, the operators of each region inside it that contradicts it.
 
     Raises:
-        HintError: of two such regions neither is inside of the other.
+        HintError: two regions contradict each other, and neither is inside the other.
     """
     inner: dict[_Stretch, list[frozenset[fx.Node]]] = {stretch: [] for stretch in stretches}
     around: dict[fx.Node, list[_Stretch]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""`Replanner`: plans a captured step once more under other hints, to say what these would cost."""
+"""`Replanner`: plans a captured step again under other hints, to tell what these would cost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from autoshard.specs.axes import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class Replanner:
-    """Finds the best plan of a captured step that has what a user asks for.
+    """Finds the best plan of a captured step under other hints of a user.
 
     Attributes:
-        graph: the captured step, which is most of what a plan that remembers it holds.
+        graph: the captured step, most of the memory of a plan with a replanner.
         capture_seconds: the time of its capture.
         mesh: the mesh axes.
-        target: the options of the plan that is asked.
+        target: the options of the plan.
         module: a weak reference to the module, whose parameters may be large.
     """
 
@@ -47,14 +47,14 @@ class Replanner:
     @staticmethod
     def of(module: nn.Module, graph: JointGraph, capture_seconds: float, mesh: MeshShape, target: Target) -> Replanner:
         """Return the replanner of a captured step of a module."""
-        # The guards of calls, and an optimizer, would keep the parameters alive. Planning needs neither: the settings
-        # have what counts of an optimizer.
+        # Guards of calls and an optimizer would keep the parameters alive. Planning needs neither: the settings
+        # describe the optimizer.
         graph = replace(graph, state=PythonState())
         target = replace(target, options=replace(target.options, optimizer=None))
         return Replanner(graph, capture_seconds, mesh, target, weakref.ref(module))
 
     def remember(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return a plan that answers `why_not` by this replanner."""
+        """Return a plan that answers `why_not` with this replanner."""
         return replace(plan, replanner=self)
 
     def within(self, memory_limit: int | None) -> Replanner:
@@ -63,12 +63,12 @@ class Replanner:
         return replace(self, target=replace(self.target, settings=settings))
 
     def __call__(self, plan: ShardingPlan, asked: Mapping[str, HintValue]) -> Alternative[ShardingPlan]:
-        """Return the best plan that has what was asked for, with the difference; as `ShardingPlan.why_not`."""
+        """Return the best plan under the asked hints, with the difference; as `ShardingPlan.why_not`."""
         module = existing_module(self.module)
         check_asked(asked, self.mesh)
         target = replace(self.target, hints={**(self.target.hints or {}), **asked})
         captured = captured_step(self.graph)
-        # The graph still has the task graphs of earlier questions.
+        # The graph may still have the task graphs of earlier questions.
         assign_task_graphs(captured.graph, defaults_of(module))
         try:
             graph = with_regions(captured, target.hints, [name for name, _ in module.named_modules()])
@@ -88,7 +88,7 @@ class Replanner:
 
 
 def existing_module(module: weakref.ref[nn.Module]) -> nn.Module:
-    """Return the module of a reference; raise a `PlanError` if it exists no more."""
+    """Return the module of a weak reference; raise a `PlanError` if it no longer exists."""
     found = module()
     if found is None:
         raise PlanError(
@@ -99,7 +99,7 @@ def existing_module(module: weakref.ref[nn.Module]) -> nn.Module:
 
 
 def check_asked(asked: object, mesh: MeshShape) -> None:
-    """Raise a `HintError` unless there is a mapping that asks for something."""
+    """Raise a `HintError` unless `asked` is a mapping with entries."""
     if not isinstance(asked, Mapping) or not asked:
         raise HintError(
             f"why_not({asked!r}): say what the plan should have, as hints do: "
@@ -108,21 +108,21 @@ def check_asked(asked: object, mesh: MeshShape) -> None:
 
 
 def _has_regions(graph: JointGraph, plan: ShardingPlan) -> bool:
-    """Return True if a plan runs again and moves all that a graph does, and does neither with what the graph keeps."""
+    """Return True if a plan recomputes and moves all that a graph does, and nothing that the graph keeps."""
     again, of_plan = _again(graph), _again(graph_of_plan(graph, plan.recomputed, plan.offloaded))
     is_kept = of_plan.isdisjoint(graph.kept) and graph.kept.keys().isdisjoint(plan.offloaded)
     return again <= of_plan and is_kept and {*graph.offloaded} <= {*plan.offloaded}
 
 
 def _again(graph: JointGraph) -> set[str]:
-    """Return the names of the operators that run again."""
+    """Return the names of the recomputed operators."""
     return {node.meta[RECOMPUTES] for node in graph.graph.nodes if RECOMPUTES in node.meta}
 
 
 def _has_all(planner: Planner, plan: ShardingPlan) -> bool:
-    """Return True if the decisions of a plan are among those that the planner's constraints leave."""
+    """Return True if the planner's constraints allow the decisions of a plan."""
     builder, decisions = planner.builder, Decisions.from_data(plan.decisions)
-    # Dims in parts for unequal shares are loops of their own, and choices are numbers of loops.
+    # Choices are indices of loops, and dims in parts for unequal shares have different loops.
     if plan.parts and builder.restrictions.operators:
         return False
     for source in planner.graph.parameters:

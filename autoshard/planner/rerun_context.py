@@ -1,11 +1,11 @@
-"""The problem in which operators may run again and values may move, and the plans that its solutions stand for.
+"""The problem in which operators may be recomputed and values moved to the host, and the plans of its solutions.
 
-Whether an operator runs again is decided together with how all operators are split. The graph of this problem has all
-operators that can run again twice: the second one, in the backward half, may be absent. The hub of a value in the
-backward half takes the value from the forward half, kept or gathered again; from the operator that runs again; or from
-the host, if the value was moved there; or nothing reads it there. What a solution costs and holds is that of the graph
-in which only the chosen operators run again and only the chosen values are moved, so that every prediction is that of a
-program that can run.
+Recomputation is decided together with how all operators are split. The graph of this problem has every operator that
+can be recomputed twice: the second one, in the backward half, may be absent. The hub of a value in the backward half
+takes the value from the forward half, kept or gathered again; from the second operator; or from the host, if the value
+was moved there; or nothing reads it there. The time and memory of a solution are those of the graph in which only the
+chosen operators are recomputed and only the chosen values are moved, so every prediction is that of a program that can
+run.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from autoshard.specs.spec import Spec
 
 
 class RouteError(PlanError):
-    """What is decided needs a route of rows that its operators do not have where only some of them run again.
+    """Decisions need a route of rows that its operators do not have if only some of them are recomputed.
 
-    Rows that are sent to groups lie as the data says, on every operator of their route (`patterns/ops/routed_rows.py`):
-    nothing brings them from one such placement to another.
+    On every operator of a route (`operators/routed/routed_rows.py`), the placement of rows depends on the data: no
+    reshard leads from one such placement to another.
     """
 
 
 class RerunContext(Planner):
-    """Solves the problem in which operators may run again, and values may be moved to the host, at prices of memory.
+    """Solves the problem with optional recomputation and offloading of values, at prices of memory.
 
     Args:
-        planner: the planner of the graph in which none does; its tables are shared.
-        may_rerun: False if no operator may run again. Where values may be moved, views may be taken again in any case:
-            what they are of may be moved.
+        planner: the planner of the graph without them; its tables are shared.
+        may_rerun: False to recompute no operators but views. Those always may be if values may be moved: then the base
+            of a view may be moved.
         copy_price: the price of a second of copies, as in `Constraints`; None if no value may be moved.
         may_host: True if optimizer state may be on the host.
 
@@ -58,14 +58,14 @@ class RerunContext(Planner):
         without: the planner.
         reruns: the second operators, by the names of the first.
         moves: the values that may be moved, by the names of their copies back.
-        may_rerun: True if an operator may run again.
+        may_rerun: True if operators may be recomputed.
     """
 
     def __init__(
         self, planner: Planner, may_rerun: bool = True, copy_price: float | None = None, may_host: bool = False
     ) -> None:
         self.without = planner
-        # What runs again in the planner's graph does so in any case.
+        # Operators that are recomputed in the planner's graph always are.
         asked = frozenset(planner.graph.recomputed)
         again = {name: nodes for name, nodes in rerunnable(planner.graph).items() if name not in asked}
         rules = planner.rules.rules
@@ -76,7 +76,7 @@ class RerunContext(Planner):
             names = [name for name in again if may_rerun or all(rules[n].free for n in again[name] if n in rules)]
             values = movable_values(planner.graph)
             self.moves = {DEVICE_NAME.format(name): node for name, node in values.items()}
-        # Where something else than strategies is open, plans are judged by their accounts, and many are made.
+        # If there is more to decide than strategies, plans are judged by their accounts, and many are made.
         self.proposes = bool(names) or bool(self.moves) or may_host
         graph = recompute_layers(planner.graph, names)
         constraints = replace(
@@ -96,10 +96,10 @@ class RerunContext(Planner):
         self._settled: dict[frozenset[str], Planner] = {frozenset(): planner}
 
     def _update_best(self, plan: CandidatePlan) -> None:
-        """Keep no plan: those met are the search's, and their decisions leave out what is absent."""
+        """Keep no plan: the search keeps them, and their decisions lack the absent operators."""
 
     def evaluate(self, decisions: Decisions, cost: float, lower_bound: float, method: str) -> CandidatePlan:
-        """Return the plan in which what these decisions of the whole problem choose runs again, or is moved."""
+        """Return the plan with the recomputation and offloading of these decisions of the whole problem."""
         moved = {name for name in self.moves if self._value(name).name + MOVED in decisions.hubs}
         names = self._names_to_rerun(decisions) | moved
         return self.evaluate_reruns(names, decisions, cost, lower_bound, method)
@@ -107,16 +107,16 @@ class RerunContext(Planner):
     def evaluate_reruns(
         self, names: Collection[str], decisions: Decisions, cost: float, lower_bound: float, method: str
     ) -> CandidatePlan:
-        """Return the plan in which the operators of these names run again, and values are moved.
+        """Return the plan in which the operators of these names are recomputed, and values moved.
 
         Args:
-            names: the names of the operators, and of the copies that bring values back; of these as many as the host
-                has room for.
-            decisions: decisions for at least all that the plan's graph has.
+            names: the names of the operators, and of the copies that bring values back; too many copies for the host
+                are left out.
+            decisions: decisions for the plan's graph or a larger one.
             cost, lower_bound, method: as in `CandidatePlan`.
 
         Raises:
-            RouteError: the plan's graph can't do what is decided.
+            RouteError: the plan's graph can't have these decisions.
         """
         names, hosted = self._within_host(names, decisions)
         planner = self.planner_with(names)
@@ -133,7 +133,7 @@ class RerunContext(Planner):
         """Return the account of the decisions for a planner's graph.
 
         Raises:
-            RouteError: the graph can't do what is decided.
+            RouteError: the graph can't have these decisions.
         """
         for node, rule in planner.rules.rules.items() if self._has_routes else ():
             if max(settled.choices.get(node.name, ()), default=WHOLE) >= len(offered_factors(rule)):
@@ -146,8 +146,8 @@ class RerunContext(Planner):
             ) from error
 
     def with_least_hosted(self, plan: CandidatePlan, limit: int) -> tuple[float, Callable[[], CandidatePlan]] | None:
-        """Return about the seconds of a plan's step with no more optimizer state on the host than a limit asks for, and
-        what makes that plan; None if all state on the host would not do, or the plan has it so.
+        """Return the approximate step seconds of a plan with no more optimizer state on the host than a limit needs,
+        and a function that makes that plan; None if the limit needs more, or the plan is already so.
         """
         context, decisions = plan.estimate.context, plan.decisions
         flow = Flow(context.rules, decisions, self.mesh)
@@ -170,11 +170,11 @@ class RerunContext(Planner):
 
     @cached_property
     def forward_places(self) -> dict[str, int]:
-        """The place in the forward half of every operator, and of every input of the step, by its name.
+        """The place in the forward half of every operator and every input of the step, by name.
 
         An operator of the backward half has the place of the first operator of the forward half whose gradient it, or
-        what it reads, needs; one that runs again that of the first run; an input that of its first reader. Those that
-        depend on inputs alone have none.
+        what it reads, needs; a recomputed one that of its first run; an input that of its first reader. Operators that
+        depend only on inputs have none.
         """
         places: dict[str, int] = {}
         last_use: dict[Value, int] = {}
@@ -187,7 +187,7 @@ class RerunContext(Planner):
                     places[self.reruns[node.name].name] = place
                 last_use |= dict.fromkeys(rules.operands[node], place)
                 continue
-            # What all layers read, such as rotary frequencies, is made in front of the first: its last use counts.
+            # Values for all layers, such as rotary frequencies, come before the first layer: their last use counts.
             read = [
                 last_use.get(value, places.get(value.node.name))
                 for value in rules.operands[node]
@@ -209,12 +209,12 @@ class RerunContext(Planner):
 
     @cached_property
     def whole_layers(self) -> CandidatePlan:
-        """The cheapest plan in which all operators run again that can."""
+        """The cheapest plan that recomputes all operators it can."""
         planner = self.planner_with(self.reruns)
         return planner.solve(planner.constraints)
 
     def settle(self, decisions: Decisions, planner: Planner) -> Decisions:
-        """Return the decisions for a planner's graph among those for more than that."""
+        """Return the decisions for a planner's graph, from those for a larger one."""
         operators = {node.name for node in planner.rules.operators}
         values = {value.name for value in planner.rules.values()}
         hubs = decisions.hubs.items()
@@ -229,10 +229,10 @@ class RerunContext(Planner):
         return settled
 
     def assignment_of(self, plan: CandidatePlan, built: BuiltProblem) -> list[int] | None:
-        """Return the assignment of the whole problem that stands for a plan; None if the problem has none.
+        """Return the assignment of the whole problem for a plan; None if the problem has none.
 
         Args:
-            plan: a plan of any graph in which operators run again, or values are moved.
+            plan: a plan of any graph with recomputed operators or moved values.
             built: the problem of this context.
         """
         rules, decisions = plan.estimate.context.rules, plan.decisions
@@ -243,13 +243,13 @@ class RerunContext(Planner):
             phases = {rules.graph.phase(use.node) for use in uses}
             missing = [phase for phase in phases if f"{name}@{phase}" not in hubs]
             if len(phases) == 2 and name in built.values_of_both_halves and name not in hubs:
-                # In a splice, a view may be taken again of a value that has no hub in the plan that the half is of.
+                # In a splice, a recomputed view may be of a value without a hub in the plan of that part.
                 for use in reversed(uses):
                     if (phase := rules.graph.phase(use.node)) in missing:
                         hubs[f"{name}@{phase}"] = flow.consumed_spec(use.node, use.operand)
             if len(phases) != 1 or not missing:
                 continue
-            # More may read a value in the whole problem: what has one reader here may have a hub there.
+            # In the whole problem a value may have more readers, and so a hub that it lacks here.
             spec = hubs.pop(name, None) or flow.consumed_spec(uses[0].node, uses[0].operand)
             hubs[f"{name}@{phases.pop()}" if name in built.values_of_both_halves else name] = spec
         try:
@@ -258,12 +258,12 @@ class RerunContext(Planner):
             return None
 
     def _split_copies(self, settled: Decisions, planner: Planner, wanted: Mapping[str, Spec]) -> None:
-        """Decide how copies to the host and back, and views of what comes back, are split, as far as that is open.
+        """Decide how copies to the host and back, and views of the copies back, are split, where that is undecided.
 
         Args:
-            settled: the decisions, which get these choices.
-            planner: of the graph that they are for.
-            wanted: key of a moved value, as `MOVED` ends it -> the spec in which the backward half reads it.
+            settled: the decisions; the choices are added to them.
+            planner: the planner of their graph.
+            wanted: key of a moved value, with the suffix `MOVED` -> the spec in which the backward half reads it.
         """
         flow = Flow(planner.rules, settled, planner.mesh)
         for node in planner.rules.operators:
@@ -278,10 +278,10 @@ class RerunContext(Planner):
                     spec = wanted.get(moved.name + MOVED, spec)
                 settled.choices[node.name] = self._choices_for(node, value, spec, planner)
             else:
-                settled.choices[node.name] = settled.choices[node.meta[RECOMPUTES]]  # a view, taken again
+                settled.choices[node.name] = settled.choices[node.meta[RECOMPUTES]]  # a recomputed view
 
     def _choices_for(self, node: fx.Node, value: Value, spec: Spec, planner: Planner) -> Choices:
-        """Return how a copy is split to be taken in a spec, or in the one to which that is brought fastest."""
+        """Return how a copy is split to be made in a spec, or in the one with the fastest reshard from it."""
         options = planner.tables.options(planner.rules.rules[node])
         specs = options.operands[0]
         places = [place for place, each in enumerate(specs.distinct) if each is spec]
@@ -292,7 +292,7 @@ class RerunContext(Planner):
         return options.choices[int(np.flatnonzero(specs.index == places[0])[0])]
 
     def planner_with(self, names: Collection[str]) -> Planner:
-        """Return the planner of the graph in which the operators of these names run again, and values are moved."""
+        """Return the planner of the graph in which the operators of these names are recomputed, and values moved."""
         key = frozenset(names)
         if key not in self._settled:
             with self.time_phase("patterns"):
@@ -306,7 +306,7 @@ class RerunContext(Planner):
         return self._settled[key]
 
     def names_of(self, plan: CandidatePlan) -> list[str]:
-        """Return the names that `evaluate_reruns` takes for a plan."""
+        """Return the names for `evaluate_reruns` of a plan's recomputed operators and moved values."""
         graph, given = plan.estimate.context.graph, self.without.graph
         moved = [DEVICE_NAME.format(name) for name in graph.offloaded if name not in given.offloaded]
         return [*(name for name in graph.recomputed if name not in given.recomputed), *moved]
@@ -316,9 +316,9 @@ class RerunContext(Planner):
         return plan.held_bytes[self.places_of(plan)]
 
     def places_of(self, plan: CandidatePlan) -> np.ndarray:
-        """Return the moment of a plan that stands for every moment of the whole problem.
+        """Return, for every moment of the whole problem, the moment of a plan.
 
-        At the moment of an operator that the plan lacks it holds what it holds at the next one that it has.
+        For an operator that the plan lacks, it is the moment of the next operator that it has.
         """
         rules = plan.estimate.context.rules
         position = {node.name: place for place, node in enumerate(rules.operators)}
@@ -329,9 +329,7 @@ class RerunContext(Planner):
         return places
 
     def _within_host(self, names: Collection[str], decisions: Decisions) -> tuple[set[str], frozenset[str]]:
-        """Return these names without those of copies, and the hosted parameters without those, that the host has no
-        room for.
-        """
+        """Return operator names, copy names and hosted parameters, without copies and state too large for the host."""
         room, flow = self.settings.host_memory, Flow(self.rules, decisions, self.mesh)
         if room is None:
             return set(names), decisions.hosted
@@ -343,7 +341,7 @@ class RerunContext(Planner):
 
         left = room - sum(size(DEVICE_NAME.format(name)) for name in self.without.graph.offloaded)
         kept = set(names) - self.moves.keys()
-        # The earlier a value is made, the longer the device holds it otherwise.
+        # Earlier values first: the device would hold them longer.
         for name in self.moves:
             if name in names and size(name) <= left:
                 kept.add(name)
@@ -354,7 +352,7 @@ class RerunContext(Planner):
             if update.bytes <= left:
                 hosted.add(node.name)
                 left -= update.bytes
-        # Those that the user named stay: the plan is refused if they are too many.
+        # Parameters that the user named are always hosted: a plan with too many is refused.
         return kept, frozenset(hosted | {node.name for node in nodes if not self.constraints.may_host})
 
     def _value(self, name: str) -> Value:
@@ -367,8 +365,8 @@ class RerunContext(Planner):
         return {node.name: node for node in self.graph.graph.nodes}
 
     def _names_to_rerun(self, decisions: Decisions) -> set[str]:
-        """Return the names of the operators whose second run is not absent, and has a reader."""
-        # A view of what is moved is taken again by itself.
+        """Return the names of the operators whose second run is present and has a reader."""
+        # Views of moved values are recomputed without being named.
         if not self.may_rerun:
             return set()
         read = {key.partition("@")[0].partition(":")[0] for key in decisions.hubs}

@@ -1,6 +1,6 @@
 """Shares of the batch, or of other dims that a plan splits along an axis, for devices of different kinds.
 
-`plan_shares` makes the plan of a call: with the shares that a user asks for, or, where devices differ, in proportion to
+`plan_shares` makes the plan of a call: with the shares that a user asks for, or, if devices differ, in proportion to
 their speed if that makes the step shorter (Whale, 3.3.1).
 """
 
@@ -33,7 +33,7 @@ from autoshard.specs.axes import MeshShape
 
 _PERSISTENT_KINDS = ("parameter", "gradient", "optimizer", "buffer")  # memory that does not depend on the batch
 
-_MAX_TOTALS = 2  # numbers of parts that are tried; each is planned once or twice
+_MAX_TOTALS = 2  # numbers of parts to try; each is planned once or twice
 
 PlanAndPlanner = tuple[ShardingPlan, Planner]
 
@@ -41,8 +41,8 @@ PlanAndPlanner = tuple[ShardingPlan, Planner]
 def plan_shares(call: CapturedCall) -> ShardingPlan:
     """Return a plan with the requested shares: of the batch of dynamic inputs, or of other dims.
 
-    If no dim can be divided into the requested parts, a later call of a module gets equal parts; for the first call
-    that is an error.
+    If no dim can be divided into the requested parts, a later call of a module gets equal parts; the first call raises
+    an error.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -55,7 +55,7 @@ def plan_shares(call: CapturedCall) -> ShardingPlan:
         return UnequalParts(call, axis).plan_proportional()
     shares = target.shares or {}
     shared_target = with_shares(target, mesh, shares)
-    # Of static sizes, shares are of the dims that a plan splits. A single rank has no shares: it takes all.
+    # With static sizes, shares are of the dims that a plan splits. A single rank takes all.
     if target.dynamic or not isinstance(shared_target.shares, Mapping):
         return plan_with_shares(call, shared_target)[0]
     if target.inputs == "local":
@@ -71,19 +71,18 @@ def plan_shares(call: CapturedCall) -> ShardingPlan:
             'the batch of any size, say which dims of the inputs are the batch: dynamic={"x": {0: "batch"}}.'
         )
     except PlanError:
-        # A later call must run on the parameters as they lie: with equal parts it can.
+        # A later call must run with the parameters as placed, which it can with equal parts.
         if call.placed is None:
             raise
     return plan_with_shares(call, with_shares(target, mesh, {}))[0]
 
 
 def plan_batch_shares(call: CapturedCall) -> ShardingPlan:
-    """Return the faster one of two plans: of equal shares of the batch, and of shares in proportion to speed.
+    """Return the faster of two plans: with equal shares of the batch, and with shares in proportion to speed.
 
-    The second is made if devices along some axis of the mesh differ, and the ranks of the axis can take shares: the
-    batch is a dynamic size, inputs are global, and outputs come back whole. If memory is short, shares move to ranks
-    with more of it. Shares stay equal if there is no room for others, a rank would get no rows, or an operator needs
-    equal ones.
+    The second is made if devices along some mesh axis differ, and the ranks of the axis can take shares: the batch is a
+    dynamic size, inputs are global, and outputs are returned whole. If memory is short, shares move to ranks with more
+    of it. Shares are equal if there is no room for others, a rank would get no rows, or an operator needs equal ones.
 
     Raises:
         AutoshardError: as for `autoshard.plan`.
@@ -117,10 +116,10 @@ def faster_plan(
     total: int,
     plan_counts: Callable[[Sequence[int]], PlanAndPlanner],
 ) -> ShardingPlan:
-    """Return the faster one of a plan of equal shares, and of shares in proportion to speed as memory allows.
+    """Return the faster of two plans: with equal shares, and with shares in proportion to speed as memory allows.
 
     Args:
-        call: the call that is planned.
+        call: the planned call.
         equal: the plan of equal shares, and its planner.
         axis: the mesh axis along which devices differ.
         total: the sum of all shares.
@@ -131,10 +130,10 @@ def faster_plan(
     devices = devices_along(call.target.cluster, call.mesh, axis)
     speeds = speeds_of(equal_planner, equal_plan, devices)
     workers = [Worker(speeds[device], min(device.memory, limit or device.memory)) for device in devices]
-    # First by speed alone: what a share needs of memory is known only from a plan with shares.
+    # First only by speed: the memory of a share is known only from a plan with shares.
     counts = shares(total, [replace(worker, memory=float("inf")) for worker in workers], lambda _: 0)
     try:
-        # Once more if that is too much for the memory of a device.
+        # Again if that is too much for the memory of a device.
         for _ in range(2):
             if min(counts) < 1 or len(set(counts)) == 1:
                 return equal_plan
@@ -150,13 +149,13 @@ def faster_plan(
                     check_program(planner, uneven)
                     return uneven
     except (BudgetError, PlanError):
-        # There is no room for other shares, or an operator needs equal ones.
+        # No room for other shares, or an operator that needs equal ones.
         pass
     return equal_plan
 
 
 def check_program(planner: Planner, plan: ShardingPlan) -> None:
-    """Raise a `PlanError` if there is no program in which operators have unequal shares, whatever these are."""
+    """Raise a `PlanError` if no program exists for unequal shares, whatever these are."""
     flow, shared = planner.flow_of(plan), planner.constraints.shared
     try:
         with outside_modes():
@@ -166,20 +165,20 @@ def check_program(planner: Planner, plan: ShardingPlan) -> None:
 
 
 def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | None = None) -> PlanAndPlanner:
-    """Return a plan, with the step seconds of the rank that ends last with its share, and its planner.
+    """Return a plan, with the step seconds of the slowest rank given its share, and its planner.
 
     Args:
-        call: the call that is planned.
+        call: the planned call.
         target: the target; its shares are counts, or None.
-        graph: the graph with dims in equal parts, in place of the captured one.
+        graph: the graph with dims in equal parts, instead of the captured one.
     """
     planner = call.planner_of(target, graph)
     plan = plan_no_slower_than_layouts(call, planner, target)
     if not target.cluster.stretches or not isinstance(target.shares, Mapping):
-        # The planner's prices are those of the largest share: with equal devices, no rank ends later.
+        # The planner's prices are those of the largest share, which is the slowest if devices are equal.
         return plan, planner
     ((name, counts),) = target.shares.items()
-    # The rank with the largest share of each kind of device ends last of its kind.
+    # The slowest rank of each kind of device is the one with the largest share.
     most: dict[Device, int] = {}
     for device, count in zip(devices_along(target.cluster, call.mesh, call.mesh.index(name)), counts, strict=True):
         most[device] = max(most.get(device, 0), count)
@@ -189,10 +188,10 @@ def plan_with_shares(call: CapturedCall, target: Target, graph: JointGraph | Non
 
 
 def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -> dict[Device, float]:
-    """Return the speed of every kind of device: the inverse of its compute seconds by a plan.
+    """Return the speed of every kind of device: the inverse of its compute seconds in a plan.
 
-    Whale compares devices by their rate in single precision. In operators that wait for memory devices differ less, in
-    half precision more.
+    Whale compares devices by their rate in single precision. Devices differ less in operators bound by memory, and more
+    in half precision.
     """
     seconds = _seconds_on(planner, plan)
     runs = {device: seconds(device, 1.0) for device in dict.fromkeys(devices)}
@@ -200,7 +199,7 @@ def speeds_of(planner: Planner, plan: ShardingPlan, devices: Sequence[Device]) -
 
 
 def _seconds_on(planner: Planner, plan: ShardingPlan) -> Callable[[Device, float], tuple[float, float]]:
-    """Return a function of a device and a multiple of an equal share: its step's seconds, and those exposed."""
+    """Return a function of a device and a multiple of an equal share: its step seconds, and the exposed ones."""
     flow = planner.flow_of(plan)
     program = planner.program(flow, planner.settings.left_unreduced)
     cluster, shared = planner.cluster.first(planner.mesh.size), planner.constraints.shared
@@ -221,7 +220,7 @@ def heterogeneous_axis(cluster: Cluster, mesh: MeshShape) -> int | None:
 
 
 def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
-    """Return the slowest device of every rank along an axis: groups over other axes go at its pace."""
+    """Return the slowest device of every rank along an axis, which sets the pace of groups over other axes."""
     members: list[list[int]] = [[] for _ in range(mesh.sizes[axis])]
     for rank, coordinate in enumerate(mesh.coordinates()):
         members[coordinate[axis]].append(rank)
@@ -231,7 +230,7 @@ def devices_along(cluster: Cluster, mesh: MeshShape, axis: int) -> list[Device]:
 def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
     """Return a function that estimates a rank's peak bytes for a number of rows, scaled from a plan with equal shares.
 
-    With more rows, the largest amount of activations grows. With fewer, the activations at the peak's moment shrink.
+    With more rows, the largest amount of activations grows. With fewer rows, the activations at the peak shrink.
     """
     moving = memory.peak - sum(memory.held.get(kind, 0) for kind in _PERSISTENT_KINDS)
     return lambda count: memory.peak + (count / equal - 1) * (memory.activations if count > equal else moving)
@@ -241,10 +240,10 @@ def _memory_by_rows(memory: Memory, equal: float) -> Callable[[int], float]:
 class UnequalParts:
     """Plans in which the ranks of an axis hold unequal parts of the dims that a plan of equal parts splits along it.
 
-    Parameters lie whole along that axis, since no `DTensor` has such parts; a rank computes with its part of them.
+    Parameters are replicated on that axis, since no `DTensor` has such parts; a rank computes with its part of them.
 
     Attributes:
-        call: the call that is planned, of static sizes. Parameters that were placed before stay.
+        call: the planned call, with static sizes. Parameters that were placed before keep their placement.
         axis: the mesh axis.
 
     Source: Whale 3.3.1: the operations of a split task graph are balanced "through uneven sharding".
@@ -260,12 +259,12 @@ class UnequalParts:
 
     @cached_property
     def split_loops(self) -> dict[Loop, int]:
-        """The loops that the plan of equal parts splits along the axis, if they can be split unequally; their sizes."""
+        """The sizes of the loops that the plan of equal parts splits along the axis and that can be split unequally."""
         return self._loops_split_by(self.equal_plan)
 
     @cached_property
     def split_loops_in_least_memory(self) -> dict[Loop, int]:
-        """The same loops of the plan of equal parts with the smallest peak, whatever the limit."""
+        """The same for the plan of equal parts with the smallest peak, whatever the limit."""
         planner = self.call.planner_of(with_shares(self.call.target, self.call.mesh, {}))
         return self._loops_split_by((explorer_for(planner).leanest(), planner))
 
@@ -274,7 +273,7 @@ class UnequalParts:
         return unequal_loops(planner.flow_of(plan), self.axis, self.call.placed or ())
 
     def plan_counts(self, counts: Sequence[int]) -> PlanAndPlanner | None:
-        """Return a plan in which ranks take parts in proportion to `counts`; None if no dim can be divided so.
+        """Return a plan in which ranks take parts in proportion to `counts`; None if no dim can be so divided.
 
         Raises:
             AutoshardError: there is no such plan.
@@ -282,18 +281,18 @@ class UnequalParts:
         try:
             return self.plan_loops(self.split_loops, counts)
         except BudgetError:
-            # Equal parts need less memory, since parameters lie in shards of them. The loops of the smallest peak do
-            # not depend on the limit.
+            # Equal parts need less memory, since parameters are sharded. The loops of the smallest peak do not depend
+            # on the limit.
             planned = self.plan_loops(self.split_loops_in_least_memory, counts)
             if planned is None:
                 raise
             return planned
 
     def plan_loops(self, split: Mapping[Loop, int], counts: Sequence[int]) -> PlanAndPlanner | None:
-        """Return a plan in which ranks take `counts` of the loops in `split`; None if no loop can be divided so.
+        """Return a plan in which ranks take `counts` of the loops in `split`; None if no loop can be so divided.
 
-        If a program needs equal shares of some of the loops together, only one loop is divided: the one with which the
-        step is the shortest.
+        If a program can't have unequal shares of all the loops, only one loop is divided: the one with the shortest
+        step.
 
         Raises:
             AutoshardError: there is no such plan with any of the loops.
@@ -311,7 +310,7 @@ class UnequalParts:
             return min(alone, key=lambda planned: planned[0].step_seconds)
 
     def plan_parts(self, loops: Sequence[Loop], counts: Sequence[int]) -> PlanAndPlanner:
-        """Return a plan in which all of some loops are in such parts.
+        """Return a plan in which ranks take `counts` of every one of these loops.
 
         Raises:
             PlanError: an operator needs equal parts.
@@ -322,7 +321,7 @@ class UnequalParts:
             graph = self.call.graph_in_parts(loops, part_count(counts))
             self.call.planner_of(shared_target, graph)
         except RuleError as error:
-            # An argument of an operator is a size that its dims no longer have, such as a number of groups.
+            # An argument of an operator is the former size of a dim, such as a number of groups.
             raise PlanError(f"an operator can't be in such parts: {error}") from error
         plan, planner = plan_with_shares(self.call, shared_target, graph)
         plan = replace(plan, options={**plan.options, "parts": [list(loop) for loop in loops]})
@@ -330,7 +329,7 @@ class UnequalParts:
         return plan, planner
 
     def plan_proportional(self) -> ShardingPlan:
-        """Return the fastest plan of equal parts, and of parts in proportion to speed."""
+        """Return the fastest plan with equal parts, or with parts in proportion to speed."""
 
         def plan_total(counts: Sequence[int]) -> PlanAndPlanner:
             planned = self.plan_loops(self.split_loops, counts)
@@ -338,7 +337,7 @@ class UnequalParts:
             return planned
 
         plans = [self.equal_plan[0]]
-        # No `DTensor` has unequal parts: only outputs that come back whole can be made of them.
+        # No `DTensor` has unequal parts, so outputs must be returned whole.
         if _returns_whole_outputs(self.call):
             totals = candidate_totals(self.split_loops.values(), self.call.mesh.sizes[self.axis])
             plans += [
@@ -348,9 +347,9 @@ class UnequalParts:
 
 
 def candidate_totals(sizes: Iterable[int], ranks: int) -> list[int]:
-    """Return the numbers of parts into which dims of these sizes may be divided for unequal shares of the ranks.
+    """Return numbers of parts into which dims of these sizes may be divided for unequal shares of the ranks.
 
-    The number that divides most of the sizes comes first. Of those that divide the same sizes, it is the largest.
+    The number that divides most sizes comes first. Only the largest number that divides the same sizes is returned.
     """
     sizes = list(sizes)
     common = {math.gcd(first, second) for first in sizes for second in sizes}
@@ -366,12 +365,12 @@ def part_count(counts: Sequence[int]) -> int:
 
 
 def with_shares(target: Target, mesh: MeshShape, given: Mapping[str, Sequence[int]]) -> Target:
-    """Return a target with these shares, at the prices of a device whose equal share takes as long as the slowest one.
+    """Return a target with these shares, priced as a device whose equal share takes as long as the slowest rank's.
 
     Args:
         target: the options of the user.
         mesh: the mesh axes.
-        given: for one mesh axis by name, the shares of its ranks; empty for equal shares. A single rank takes all.
+        given: name of one mesh axis -> the shares of its ranks; empty for equal shares. A single rank takes all.
 
     Raises:
         MeshError: the mesh has no such axis.

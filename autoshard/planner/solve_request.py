@@ -1,4 +1,4 @@
-"""What a planner asks of the solver, and the decisions that it gets."""
+"""Requests of a planner to the solver, and their solutions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SolveRequest:
 
     @property
     def reuse(self) -> Reuse:
-        """The copies that the plan may make again in the backward half."""
+        """The copies that the plan may gather again in the backward half."""
         if self.prices is not None:
             return "all"
         return "none" if self.limit is None else "inputs"
@@ -46,7 +46,7 @@ class BlockSolution:
 
     Attributes:
         decisions: the decisions.
-        value: what the solver minimised, at the requested prices.
+        value: the objective of the solver, at the requested prices.
         cost: seconds of the step, without prices.
         lower_bound: a lower bound of `value`.
         method: the method that found it.

@@ -1,4 +1,4 @@
-"""Solves one problem of the planner: large ones by message passing first, and by the solver where a gap is left."""
+"""Solves one problem of the planner: a large one first by message passing, then, if a gap is left, by the solver."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from autoshard.solver.solver_budget import Budget
 from autoshard.solver.trws import Messages
 
 Report = Callable[[str, float, float], None]
-"""A function of the phase, the least known cost, and the bound."""
+"""A function of the phase, the smallest known cost, and the bound."""
 
-# Entries of all edge tables from which messages are tried first: smaller problems are solved exactly at once.
+# Total entries of edge tables from which messages are tried first. Smaller problems are solved exactly at once.
 LARGE = 200_000
 
 ITERATIONS = 120  # forward and backward passes, at most
-REPAIR_ITERATIONS = 40  # passes at full depth, at most, that mend messages of a few layers
+REPAIR_ITERATIONS = 40  # passes over all layers, at most, that repair messages from tied ones
 _PRICED_REPAIR_ITERATIONS = 11  # the same at prices of memory: more find no better plan, and bounds are not used
 
 # Relative gaps.
-PROVED = 1e-4  # the search ends, as integer programming solvers do by default: prices are not known better
-ENOUGH = 1e-3  # no further method begins: it takes many times as long as the methods that came so close
-_PRICED_GAP = 2e-2  # the search ends at prices of memory: the plan for a limit is chosen among plans at many prices
-CLOSE = 5e-3  # tied layers are good enough; above it, the solver looks at every layer by itself
+PROVED = 1e-4  # ends the search, as by default in integer programming solvers: prices are no more accurate
+ENOUGH = 1e-3  # no further method starts: it would take many times as long as those before
+_PRICED_GAP = 2e-2  # ends the search at prices of memory: the plan for a limit is chosen among plans at many prices
+CLOSE = 5e-3  # tied layers are good enough; above it, the solver treats every layer separately
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class SolveOptions:
         proof: True if the bound is needed; otherwise a good assignment is enough.
         priced: True if memory has a price.
         fast: True if an assignment of messages, or of segments if these leave a gap, is good enough.
-        proposal: True if the timeline will judge the plan; tied layers, and neighbourhoods of what messages found in
-            place of segments, are then good enough.
+        proposal: True if the timeline will judge the plan. Tied layers are then good enough, and neighbourhoods of the
+            assignment of messages replace segments.
         work_limit: the solver's work limit; None for no limit.
-        report: gets reports about the search.
+        report: receives reports about the search.
     """
 
     method: str
@@ -78,7 +78,7 @@ class SolveResult:
         cost: cost of the assignment.
         lower_bound: a lower bound of the cost of every assignment.
         method: the method that found the assignment.
-        status: the status, as the solver's.
+        status: the solver's status.
     """
 
     assignment: tuple[int, ...] = ()
@@ -94,12 +94,12 @@ class SolveResult:
 
 
 def solve_problem(built: BuiltProblem, tiling: Tiling | None, options: SolveOptions) -> SolveResult:
-    """Return the best assignment that is found, with a bound of the whole problem.
+    """Return the best assignment found, with a bound of the whole problem.
 
     1. Message passing, for large problems without a memory limit, and for all that need no proof. With repeated layers
-       it runs on layers tied to one choice; the messages, laid along all layers, then become a bound of the whole
-       problem, so that a proof holds for layers that choose freely too. Most often it proves its assignment.
-    2. A proposal ends with the solver on tied layers: without a proof, in neighbourhoods of what messages found.
+       it runs on layers tied to one choice; the messages, copied to all layers, then give a bound of the whole
+       problem, so that a proof also holds for layers that choose freely. Usually it proves its assignment.
+    2. A proposal ends with the solver on tied layers: without a proof, in neighbourhoods of the messages' assignment.
     3. Segments, if the gap is not `CLOSE`.
     4. The solver: on the tied problem if messages were close, else on the whole one, starting from the segments'
        assignment.
@@ -123,13 +123,13 @@ def _search(whole: ReducedProblem, tiling: Tiling | None, options: SolveOptions)
     if options.method != "auto" or problem.limit is not None or (options.proof and not is_large(problem)):
         return _call_solver(whole, options)
     tied = whole if tiling is None else tiling.tie(whole)
-    # Messages most often prove their assignment, in less time than the other methods take to start.
+    # Messages usually prove their assignment in less time than the other methods take to start.
     best = solve_by_messages(whole, tied, options)
     enough = max(options.gap_goal, ENOUGH)
     if best.gap <= enough or budget.is_over:
         return best
     if options.proposal:
-        # Neighbourhoods around what messages found come closer than segments, in a tenth of the time.
+        # Neighbourhoods of the messages' assignment get closer than segments, in a tenth of the time.
         return better_result(best, _call_solver(tied, options, best.assignment or None))
     start = None
     # Segments take time, and help only where messages leave a gap.
@@ -148,7 +148,7 @@ def _search(whole: ReducedProblem, tiling: Tiling | None, options: SolveOptions)
 
 
 def is_large(problem: Problem) -> bool:
-    """Return True if a problem goes to message passing first."""
+    """Return True if a problem is first solved by message passing."""
     return sum(math.prod(edge.shape) for edge in problem.edges) >= LARGE
 
 
@@ -161,7 +161,7 @@ def better_result(first: SolveResult, second: SolveResult) -> SolveResult:
 
 
 def solve_by_messages(whole: ReducedProblem, tied: ReducedProblem, options: SolveOptions) -> SolveResult:
-    """Return the result of message passing, which starts on tied layers if there are any."""
+    """Return the result of message passing, first on tied layers if there are any."""
     folded = run_messages(tied, ITERATIONS, options)
     best = result_of_messages(tied, folded)
     if tied is whole:
@@ -191,11 +191,11 @@ def run_messages(
     upper: float = math.inf,
     close: float = 0.0,
 ) -> Messages:
-    """Return messages after iterations that end where the bound is close to a known cost.
+    """Return messages after iterations that end when the bound is close to a known cost.
 
     Args:
         reduced: the problem.
-        iterations: the most iterations.
+        iterations: the maximum of iterations.
         options: limits.
         start: the first messages.
         upper: the known cost.
@@ -205,7 +205,7 @@ def run_messages(
     if start is not None:
         messages.start_from(*start)
     with options.budget.interruptible():
-        # Rounded after the first pass and after the second: their choices are often the best ones.
+        # Round after the first pass and after the second: their choices are often the best.
         messages.run(1, upper=upper, close=close, budget=options.budget)
         messages.run(
             iterations,
@@ -218,7 +218,7 @@ def run_messages(
 
 
 def result_of_messages(reduced: ReducedProblem, messages: Messages) -> SolveResult:
-    """Return the result of iterations as one of the whole problem."""
+    """Return the result of message passing for the whole problem."""
     return _result(reduced, messages.assignment, messages.bound, "messages")
 
 
@@ -231,9 +231,9 @@ def solve_by_segments(reduced: ReducedProblem, options: SolveOptions) -> SolveRe
 
 
 def _call_solver(reduced: ReducedProblem, options: SolveOptions, start: tuple[int, ...] | None = None) -> SolveResult:
-    """Return the result of the solver; `start` is an assignment of the whole problem that the smaller one has."""
+    """Return the result of the solver; `start` is an assignment of the whole problem that `reduced` can have too."""
     with options.budget.interruptible():
-        # Without a need for a proof, alternating search is quicker than the methods that bound.
+        # If no proof is needed, alternating search is quicker than the methods with bounds.
         solution = solve(
             reduced.problem,
             method="alternate" if options.method == "auto" and not options.proof else options.method,
@@ -253,7 +253,7 @@ def _call_solver(reduced: ReducedProblem, options: SolveOptions, start: tuple[in
 def _result(
     reduced: ReducedProblem, assignment: Sequence[int], bound: float, method: str, status: str = "feasible"
 ) -> SolveResult:
-    """Return a result for a smaller problem as one for the whole problem."""
+    """Return the result for the whole problem from one for a reduced problem."""
     chosen = reduced.solution(assignment)
     cost = reduced.whole.cost(chosen) if chosen else math.inf
     # Rounding may put a bound above the cost.

@@ -1,4 +1,4 @@
-"""Plans between two others, of which one has the first operators and the other the rest."""
+"""Splices of two plans: the first operators are as in one plan, and the others as in the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Entry = TypeVar("Entry")
 
 
 class Splice:
-    """Plans in which the first operators of the forward half are as in one plan, and the others as in another one.
+    """Plans in which the first operators of the forward half are as in one plan, and the others as in another.
 
     Args:
-        context: the problem in which operators may run again.
+        context: the problem with optional recomputation.
         lean: the plan of the first operators, whose tensors are kept longest.
         fast: the plan of the others.
 
@@ -32,8 +32,8 @@ class Splice:
         self._lives = [_Lives(context, plan) for plan in (lean, fast)]
 
     def fewest_within(self, limit: float, low: int, high: int) -> int:
-        """Return the fewest operators as in the lean plan, more than `low` and less than `high`, that seem to fit."""
-        # The more there are, the less is held, but for what lies beside each other at the seam.
+        """Return the smallest number of operators from the lean plan, between `low` and `high`, that seems to fit."""
+        # More of them hold less, but for memory of both plans at the seam.
         low, high = low + 1, high - 1
         while low < high:
             middle = (low + high) // 2
@@ -41,15 +41,15 @@ class Splice:
         return low
 
     def foreseen_peak(self, count: int) -> float:
-        """Return the peak of a plan from the memory of its two plans, without what changes at the seam."""
+        """Return the peak of a splice, predicted from the memory of its two plans, without changes at the seam."""
         lean, fast = self._lives
         return float(np.cumsum(lean.changes(lean.places < count) + fast.changes(fast.places >= count)).max())
 
     def plan(self, count: int) -> CandidatePlan:
-        """Return the plan in which so many operators are as in the lean plan.
+        """Return the plan with the first `count` operators as in the lean plan.
 
         Raises:
-            RouteError: the two plans send rows differently, and the seam lies within their route.
+            RouteError: the two plans send rows differently, and the seam is within their route.
         """
         places = self.context.forward_places
 
@@ -58,7 +58,7 @@ class Splice:
 
         def select(of: Callable[[Decisions], Mapping[str, Entry]]) -> dict[str, Entry]:
             lean, fast = of(self.lean.decisions), of(self.fast.decisions)
-            # The key of a hub begins with the name of its value's operator.
+            # The key of a hub starts with the name of the operator.
             chosen = {key: entry for key, entry in lean.items() if is_lean(_operator_name(key))}
             return chosen | {key: entry for key, entry in fast.items() if not is_lean(_operator_name(key))}
 
@@ -85,11 +85,11 @@ class _Lives:
     """The memory that a plan allocates.
 
     Attributes:
-        places: per allocation, the place in the forward half of what allocates it; see `RerunContext.forward_places`.
+        places: per allocation, the place of its operator in the forward half; see `RerunContext.forward_places`.
     """
 
     def __init__(self, context: RerunContext, plan: CandidatePlan) -> None:
-        # Some second operators stand in another order where others are absent: nearly the same moments, in one order.
+        # The order of second operators may change if others are absent: use nearly the same moments, but sorted.
         footprint, moments = plan.estimate.footprint, np.maximum.accumulate(context.places_of(plan))
         self._bytes = footprint.lives[:, 0].astype(np.float64)
         self._starts, self._ends = np.searchsorted(moments, footprint.lives[:, 1:]).T
@@ -97,7 +97,7 @@ class _Lives:
         self.places = np.array([context.forward_places.get(name, 0) for name in footprint.makers])
 
     def changes(self, chosen: np.ndarray) -> np.ndarray:
-        """Return by how much the bytes held change at every moment of the whole problem, of some allocations."""
+        """Return the changes in the bytes that some allocations hold, at every moment of the whole problem."""
         begun, ended = (
             np.bincount(moments[chosen], self._bytes[chosen], self._moments + 1)
             for moments in (self._starts, self._ends)

@@ -1,6 +1,6 @@
 """Tables of strategies and edges: the specs and prices of an operator's strategies, and of pairs of options of an edge.
 
-Each is made once, for every distinct rule and call, or for equal tensors and equal options: all layers share them.
+There is one for every distinct rule and call, or for equal tensors and equal options, so equal layers share them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import local_shape as spec_shape
 from autoshard.specs.spec import Spec
 
-# Kind of an exchange in a rule -> the collective that it is priced as; other exchanges have the names of collectives.
+# Kind of an exchange in a rule -> the collective that prices it; other kinds are names of collectives.
 _COLLECTIVES = {
     "gather_of_each": "all_gather",
     "exchange_of_each": "all_to_all",
@@ -52,7 +52,7 @@ _PART_EXCHANGES = ("all_gather", "all_to_all", "ring", "ring_and_home")  # a ran
 
 
 def _times_read(rule: Rule, dims: Dims) -> int:
-    """Return how often a tensor is read: once per step of the sequential loops that it has no dim for."""
+    """Return how often a tensor is read: once per step of the sequential loops that none of its dims has."""
     present = {factor for dim in dims for factor in dim}
     return math.prod(
         factor.size for index, factor in enumerate(rule.factors) if factor.sequential and index not in present
@@ -60,7 +60,7 @@ def _times_read(rule: Rule, dims: Dims) -> int:
 
 
 def _tensors(call: OpCall, rule: Rule) -> Iterator[tuple[Dims, TensorMeta]]:
-    """Return operands and results of a call, each with the factors of its dims."""
+    """Return operands and results of a call, with the factors of their dims."""
     for dims, meta in (*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)):
         if dims is not None and meta is not None:
             yield dims, meta
@@ -90,7 +90,7 @@ class SpecList:
 
     def bytes(self, meta: TensorMeta, mesh: MeshShape) -> np.ndarray:
         """Return the bytes of one rank's shard of a tensor under every strategy."""
-        # Equal layers share their lists, and ask for tensors of one shape.
+        # Equal layers share their lists, and have tensors of one shape.
         key = (meta.shape, meta.dtype.itemsize)
         if key not in self._bytes:
             distinct = [math.prod(spec_shape(meta.shape, spec, mesh)) * meta.dtype.itemsize for spec in self.distinct]
@@ -100,7 +100,7 @@ class SpecList:
 
 @dataclass(frozen=True, eq=False)
 class OperatorStrategies:
-    """Strategies of an operator: choices, and the specs of operands and results that follow."""
+    """Strategies of an operator: choices, and the resulting specs of operands and results."""
 
     choices: tuple[Choices, ...]
     operands: tuple[SpecList, ...]
@@ -108,12 +108,12 @@ class OperatorStrategies:
 
 
 class StrategyTables:
-    """Makes `OperatorStrategies` and their prices, once for every distinct rule and call.
+    """`OperatorStrategies` and their prices, cached for every distinct rule and call.
 
     Args:
         cost: the prices of compute and collectives.
-        shared: the mesh axis whose ranks have shares of the batch, if there is one. On that axis, tensors with a dim of
-            the batch are split along that dim or not at all.
+        shared: the mesh axis whose ranks have shares of the batch, if there is one. On that axis, tensors with a batch
+            dim are split along that dim or not at all.
     """
 
     def __init__(self, cost: CostModel, shared: SharedAxis | None = None) -> None:
@@ -133,8 +133,8 @@ class StrategyTables:
 
         Args:
             rule: the rule.
-            fixed: the choice on every axis; None on an axis where all choices are open.
-            restricted: the restrictions by a task graph.
+            fixed: the choice on every axis; None on an axis where all choices are allowed.
+            restricted: the restrictions of a task graph.
         """
         key = (id(rule), fixed, restricted)
         if key not in self._options:
@@ -172,7 +172,7 @@ class StrategyTables:
             call: the call.
             rule: its rule.
             options: the strategies.
-            zeros: for every operand, True if its padding is known to be zero; by default that is known of no operand.
+            zeros: for every operand, True if its padding is known to be zero; by default none is.
         """
         key = (id(call), id(rule), id(options), zeros)
         if key not in self._seconds:
@@ -183,9 +183,9 @@ class StrategyTables:
     def _all_seconds(
         self, call: OpCall, rule: Rule, options: OperatorStrategies, zeros: tuple[bool, ...]
     ) -> np.ndarray:
-        # The reshape gives an operator without strategies a second dim too.
+        # The reshape gives an empty table its second dim.
         table = np.array(options.choices, dtype=np.int64).reshape(-1, self.mesh.ndim)
-        # Strategies without padding and exchanges are priced together, since many have equal work and bytes.
+        # Strategies without padding and exchanges are priced together: many have equal work and bytes.
         simple = np.zeros(len(table), dtype=np.bool_)
         seconds = np.zeros(len(table))
         if is_plain(rule) and not any(factor.exchanges for factor in rule.factors) and call.op not in HOST_COPIES:
@@ -196,7 +196,7 @@ class StrategyTables:
         return seconds
 
     def _even_seconds(self, call: OpCall, rule: Rule, table: np.ndarray) -> np.ndarray:
-        """Return the compute seconds of strategies without padding, `[strategies, axes]`, of a plain rule."""
+        """Return the compute seconds of strategies of a plain rule without padding, `[strategies, axes]`."""
         if rule.free:
             return np.zeros(len(table))
         local = local_sizes(rule, table, self.mesh)
@@ -207,7 +207,7 @@ class StrategyTables:
                 held *= local[:, list(dim)].prod(axis=1) if dim else int(size)
             moved += held
         work = whole_work(call)
-        # A dim of size 0 has no shares, and no work: 1 keeps the quotient finite.
+        # A dim of size 0 has no work: 1 keeps the quotient finite.
         shares = np.prod([max(factor.size, 1) for factor in rule.factors] / np.maximum(local, 1), axis=1)
         # Strategies with equal work and bytes are priced once.
         columns = np.column_stack([work.flops / shares, moved, work.streamed / shares])
@@ -219,7 +219,7 @@ class StrategyTables:
         return np.array(prices)[places.reshape(-1)]
 
     def result_bytes(self, call: OpCall, options: OperatorStrategies) -> tuple[np.ndarray, ...]:
-        """Return for every result its bytes under every strategy; zeros of a result that is no tensor."""
+        """Return for every result its bytes under every strategy; zeros for a result that is no tensor."""
         key = (id(call), id(options))
         if key not in self._result_bytes:
             self._keep_alive += [call, options]
@@ -235,14 +235,14 @@ class StrategyTables:
         key = (id(call), id(rule), choices, tuple(zeros))
         if key not in self._single:
             self._keep_alive += [call, rule]
-            sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal ones
+            sent = Counter(self.exchanges(rule, choices))  # a recurrence has many equal exchanges
             inner = sum(times * self.cost.collective(kind, bytes, axis) for (kind, axis, bytes), times in sent.items())
             inner += self._copy_seconds(call, rule, choices)
             self._single[key] = inner + self.compute_seconds(call, rule, choices, zeros)
         return self._single[key]
 
     def compute_seconds(self, call: OpCall, rule: Rule, choices: Choices, zeros: Sequence[bool] = ()) -> float:
-        """Return the compute seconds of one rank: its share of the work, or the time to move its bytes; and masks."""
+        """Return the compute seconds of one rank, by its share of the work and its bytes, and those of its masks."""
         rule, choices = resolve_variant(rule, choices)
         if rule.free or call.op in HOST_COPIES:
             return 0.0
@@ -255,9 +255,9 @@ class StrategyTables:
         return seconds + self._mask_seconds(call, rule, choices, zeros)
 
     def _copy_seconds(self, call: OpCall, rule: Rule, choices: Choices) -> float:
-        """Return the seconds of the copies of a value to the host and back, as if compute hid nothing of them."""
+        """Return the seconds of the copies of a value to the host and back, if compute hides none of them."""
         if call.op is not TO_HOST:
-            return 0.0  # what is copied back is what was copied there, wherever it goes from there
+            return 0.0  # the copy to the host counts both ways
         dims, meta = rule.results[0], call.results[0]
         assert dims is not None
         assert meta is not None
@@ -272,18 +272,18 @@ class StrategyTables:
                 continue
             meta = call.operands[mask.operand]
             held = math.prod(local_shape(rule, rule.operands[mask.operand], choices, self.mesh, meta.shape))
-            # The operand is read and written once. The mask itself is as long as one dim, and costs only launches.
+            # The operand is read and written once. The mask is as long as one dim, so costs only launches.
             seconds += self.cost.compute(0.0, 2 * held * meta.dtype.itemsize, meta.dtype)
             seconds += MASK_VECTOR_OPS * self.cost.compute(0.0, 0.0, meta.dtype)
         return seconds
 
     def exchanges(self, rule: Rule, choices: Choices) -> list[tuple[str, int, int]]:
-        """Return the collectives inside the local program as (kind, axis, bytes of a rank before it)."""
+        """Return the collectives inside the local program as (kind, axis, input bytes of a rank)."""
         rule, choices = resolve_variant(rule, choices)
         collectives = []
         for axis, choice in enumerate(choices):
             for kind, bytes, *times in rule.factors[choice].exchanges if choice >= 0 else ():
-                # A rank that holds its part is split along the exchanged factor too; one that holds a sum is not.
+                # A rank that starts with its part is split along the exchanged factor too; one with a sum is not.
                 splitting = choices
                 if kind not in _PART_EXCHANGES:
                     splitting = tuple(WHOLE if other == choice else other for other in choices)
@@ -293,9 +293,9 @@ class StrategyTables:
         return collectives
 
     def _collective_count(self, kind: str, choices: Choices, axis: int) -> int:
-        """Return the collectives of one exchange: a ring goes round once for every rank of the axes outside it."""
+        """Return the number of collectives of one exchange: a ring runs once for every rank of the axes outside it."""
         size = self.mesh.sizes[axis]
-        # Axes outside this one that split the same factor: their ranks pass their parts round this ring in turn.
+        # Outer axes that split the same factor: their ranks pass their parts round this ring in turn.
         outside = math.prod(
             outer for outer, choice in zip(self.mesh.sizes[:axis], choices, strict=False) if choice == choices[axis]
         )
@@ -307,9 +307,7 @@ class StrategyTables:
         return 1
 
 
-_NEXT_TO_NOTHING = (
-    1e-12  # part of the bytes of a copy that takes none: a copy is one where its bytes are more than zero
-)
+_NEXT_TO_NOTHING = 1e-12  # the fraction of its bytes that a fused copy counts: a copy must have more than zero bytes
 
 
 class EdgeTables:
@@ -321,7 +319,7 @@ class EdgeTables:
 
     def __init__(self, resharder: Resharder | LowerBoundResharder) -> None:
         self.resharder = resharder
-        # Lists of specs are interned, and compared by identity.
+        # Lists of specs are interned and compared by identity.
         self._reshard_seconds: dict[tuple[object, ...], np.ndarray] = {}
         self._copy_bytes: dict[tuple[object, ...], np.ndarray] = {}
         self._regather_edges: dict[tuple[object, ...], RegatherEdge] = {}
@@ -333,7 +331,7 @@ class EdgeTables:
     def reshard_seconds(
         self, meta: TensorMeta, sources: SpecList, targets: SpecList, gradient: bool = False
     ) -> np.ndarray:
-        """Return the seconds of the reshards of a tensor; `gradient` is True on the way to the optimizer."""
+        """Return the seconds of the reshards of a tensor; `gradient` is True if an optimizer gets the result."""
         key = (meta.shape, meta.dtype.itemsize, sources, targets, gradient)
         if key not in self._reshard_seconds:
             resharder: Resharder | LowerBoundResharder = self.resharder.gradients if gradient else self.resharder
@@ -344,9 +342,9 @@ class EdgeTables:
     def copy_bytes(
         self, meta: TensorMeta, sources: SpecList, targets: SpecList, mesh: MeshShape, fused: bool = False
     ) -> np.ndarray:
-        """Return the bytes of the copy that a reshard makes; zero where both specs are the same.
+        """Return the bytes of the copy that a reshard makes; zero if both specs are the same.
 
-        With `fused`, copies without communication take next to nothing: kernels may make them where they are read.
+        With `fused`, copies without communication take almost no bytes: kernels may make them where they read them.
         """
         key = (meta.shape, meta.dtype.itemsize, sources, targets, fused)
         if key not in self._copy_bytes:
@@ -380,7 +378,7 @@ class EdgeTables:
             hub: the specs of both hubs.
             mesh: the mesh axes.
             origins: the origins of the options of the hub of the backward half.
-            allocated: True if the step allocates memory for the tensor, held for the backward half alone.
+            allocated: True if the step allocates memory for the tensor, held only for the backward half.
             moves: seconds of its copies to the host and back, as for `regather.regather_edge`; one array for equal
                 tensors.
             fused: as for `copy_bytes`.
@@ -414,7 +412,7 @@ class EdgeTables:
         *,
         fused: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds and bytes of the edge from an operator that may run again to the hub of its value."""
+        """Return seconds and bytes of the edge from an optional second operator to the hub of its value."""
         key = (meta.shape, meta.dtype.itemsize, sources, hub, origins, fused)
         if key not in self._rerun_edges:
             seconds = self.reshard_seconds(meta, sources, hub)
@@ -422,20 +420,20 @@ class EdgeTables:
         return self._rerun_edges[key]
 
     def with_absence(self, table: np.ndarray, *, source: bool, target: bool, forbidden: float) -> np.ndarray:
-        """Return a table between ends of which one may be absent.
+        """Return a table for an edge with an end that may be absent.
 
         Args:
-            table: of the pairs of options; where the source may be absent, that is its last option.
-            source: True if the source may be absent, for which an end that is present can't be served.
-            target: True if the target may be absent: its last option, which the table lacks, takes nothing.
-            forbidden: the entry of pairs that can't be.
+            table: the table of pairs of options; absence is the last option of the source, if it may be absent.
+            source: True if the source may be absent, which then can't serve a present target.
+            target: True if the target may be absent: a last option, missing in the table, with costs of zero.
+            forbidden: the entry of forbidden pairs.
         """
         key = (id(table), source, target, forbidden)
         if key not in self._with_absence:
             padded = np.hstack([table, np.zeros((len(table), 1))]) if target else table.copy()
             if source:
                 padded[-1, : table.shape[1]] = forbidden
-            self._with_absence[key] = table, padded  # the table is kept alive, as its identity is the key
+            self._with_absence[key] = table, padded  # keeps the table alive, since its identity is in the key
         return self._with_absence[key][1]
 
 
@@ -458,4 +456,4 @@ FORBIDDEN: Mapping[str, Callable[[SpecList, SpecList], np.ndarray]] = {
     "reduced before": _reduced_before,
     "reduced later": _reduced_later,
 }
-"""Tables that are infinite where a gradient would be reduced in another dtype than the precision policy asks for."""
+"""Tables that are infinite where a gradient would be reduced in another dtype than that of the precision policy."""

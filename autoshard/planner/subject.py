@@ -18,7 +18,7 @@ from autoshard.specs.axes import MeshShape
 
 
 def subject_of(graph: JointGraph, target: Target) -> dict[str, str]:
-    """Return label and text of every line that says what a plan was made for, and when."""
+    """Return label and text of the lines that describe the subject of a plan, and its date."""
     parameters = [source.node.meta["val"] for source in graph.parameters]
     inputs = {source.name: source.node.meta["val"] for source in graph.inputs if source.kind == "input"}
     listed = ", ".join(
@@ -45,11 +45,11 @@ def subject_of(graph: JointGraph, target: Target) -> dict[str, str]:
 
 
 def work_of(graph: JointGraph, rules: GraphRules, cluster: Cluster, mesh: MeshShape) -> dict[str, Any]:
-    """Return the numbers from which throughput and the utilisation of the devices follow.
+    """Return the numbers from which throughput and device utilisation are computed.
 
     Returns:
-        `"samples"` and `"tokens"` of a step, where they are known; `"peak_seconds"`: the seconds that the products,
-        convolutions and attention of the step would take at the peak rates of the devices, without what is recomputed.
+        `"samples"` and `"tokens"` of a step, if known; `"peak_seconds"`: the seconds that the products, convolutions
+        and attention of the step would take at the peak rates of the devices, without recomputation.
     """
     sizes = _sizes(source.node.meta["val"] for source in graph.inputs if source.kind == "input")
     work: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def work_of(graph: JointGraph, rules: GraphRules, cluster: Cluster, mesh: MeshSh
 
 
 def _sizes(inputs: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the batch, dim 0 of the first input with dims, and the sequence, dim 1 of one that has indices."""
+    """Return the batch size, dim 0 of the first input with dims, and the sequence length, dim 1 if it has indices."""
     first = next((like for like in inputs if like.ndim), None)
     if first is None:
         return {}

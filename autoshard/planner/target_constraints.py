@@ -1,4 +1,4 @@
-"""The constraints of a plan: what the options of a target ask of one captured step."""
+"""The constraints of a plan, from the options of a target and one captured step."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def constraints_for(
 
     Args:
         module: the module.
-        graph: a captured step of it; task graphs that hints ask for are marked in it.
+        graph: a captured step of it; the task graphs of hints are marked in it.
         mesh: the mesh axes.
         target: the options.
-        placed: placements of parameters that stay; those of buffers follow from their calls.
-        input_pins: the placements of some inputs, None where the planner decides. Of the others, global ones are whole.
+        placed: fixed placements of parameters; those of buffers follow from their calls.
+        input_pins: the placements of some inputs, None where the planner decides. Other global inputs are whole.
 
     Raises:
         HintError: a hint or a placement of inputs or outputs does not fit the module or the mesh.
         PlanError: the options do not fit the graph.
     """
     modules = [name for name, _ in module.named_modules()]
-    # Marks in the code of the module are in the graph already; those of hints are added.
+    # The graph already has the marks in the code of the module; those of hints are added.
     by_hints = hint_rules.task_graphs(target.hints, modules)
     if by_hints:
         for form in forms_of(graph):
@@ -61,15 +61,15 @@ def constraints_for(
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         pinned.update(whole_parameters(graph, task_graphs, mesh))
         for name, pins in hint_rules.resolve(target.hints, shapes, graph.aliases, modules, mesh).items():
-            # A hint on the parameter itself counts more than the task graph.
+            # A hint on the parameter itself overrides the task graph.
             defaults = pinned.get(name, (None,) * mesh.ndim)
             pinned[name] = tuple(default if pin is None else pin for pin, default in zip(pins, defaults, strict=True))
     else:
-        # The parameters lie as an earlier call placed them: hints counted then.
+        # The placements of an earlier call, which followed the hints.
         pinned.update({source.name: placed[source.name] for source in graph.parameters if source.name in placed})
     shared = shared_axis(graph, mesh, target)
     if shared is not None:
-        # Before the pins of inputs: these are no DTensors, and may lie in shares.
+        # Before the pins of inputs, which are no DTensors and may be in shares.
         pinned = {name: _replicate_if_shared(graph, name, pins, shared) for name, pins in pinned.items()}
     first = placed is None
     pinned.update(_input_pins(module, graph, mesh, target, input_pins or {}, shared, first))
@@ -87,7 +87,7 @@ def constraints_for(
 
 
 def _hosted_parameters(graph: JointGraph, target: Target) -> frozenset[str]:
-    """Return the parameters whose optimizer state is on the host in any case."""
+    """Return the parameters whose optimizer state is always on the host."""
     asked = target.settings.offload_optimizer
     if isinstance(asked, str):
         return frozenset(source.name for source in graph.parameters if asked == "all")
@@ -95,16 +95,16 @@ def _hosted_parameters(graph: JointGraph, target: Target) -> frozenset[str]:
 
 
 def leaves_outputs(graph: JointGraph, target: Target) -> bool:
-    """Return True if all outputs come back as the plan has them, and none is gathered."""
+    """Return True if outputs are returned in the plan's specs, not gathered."""
     if target.output_placements == "auto":
         return bool(graph.outputs_beside_loss)
     return target.output_placements == "planned"
 
 
 def shared_axis(graph: JointGraph, mesh: MeshShape, target: Target) -> SharedAxis | None:
-    """Return the mesh axis whose ranks have shares, with the size that it shares; None without shares.
+    """Return the mesh axis whose ranks have shares, with the shared size; None without shares.
 
-    The size is that of dim 0 of dynamic inputs, or the unit of the dims of a static graph in equal parts. A graph of
+    The size is that of dim 0 of dynamic inputs, or the unit of the dims of a static graph in equal parts. A graph with
     one size has neither.
 
     Raises:
@@ -132,7 +132,7 @@ def batch_of(graph: JointGraph) -> sympy.Symbol | None:
 
 
 def _replicate_if_shared(graph: JointGraph, name: str, pins: Pins, shared: SharedAxis) -> Pins:
-    """Return the pins of a parameter, replicated where ranks would hold shares of it: no `DTensor` has such shards."""
+    """Return the pins of a parameter, replicated if ranks would hold shares of it: no `DTensor` has such shards."""
     shapes = (source.node.meta.get("sizes", ((),))[0] for source in graph.inputs if source.name == name)
     shape, pin = next(shapes, ()), pins[shared.axis]
     if pin is None or not is_shard(pin) or not shape or not shared.is_of_whole(shape[dim_of(pin, len(shape))]):
@@ -149,7 +149,7 @@ def _input_pins(
     shared: SharedAxis | None,
     first: bool,
 ) -> dict[str, Pins]:
-    """Return how local inputs lie, and those that are given; the program slices other global ones."""
+    """Return the given pins of inputs and those of local inputs; the program slices other global ones."""
     shapes = {s.name: tuple(s.node.meta["val"].shape) for s in graph.inputs if s.kind == "input"}
     given = {name: row for name, row in given.items() if name in shapes}
     if target.inputs == "global":
@@ -167,7 +167,7 @@ def _input_pins(
             if dim is not None and name not in named:
                 row = pins[name]
                 pins[name] = (*row[: shared.axis], Shard(dim), *row[shared.axis + 1 :])
-    # The first call decided how an input lies, by the same options; a later batch may be too small to tell.
+    # The first call decided the placements of inputs by the same options; a later batch may be too small to tell.
     return {name: _check_spec("input", name, shapes[name], row, mesh).placements for name, row in pins.items()} | given
 
 
@@ -176,7 +176,7 @@ def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: boo
     if target.output_placements is None or isinstance(target.output_placements, str):
         return {}
     shapes = {name: tuple(node.meta["val"].shape) for name, node in graph.tensor_outputs.items()}
-    # Calls that do not train have the outputs that training does not read.
+    # Calls without training also have the outputs that training does not read.
     known = {*shapes, *(graph.unread or ())}
     for glob in target.output_placements if first else ():
         if not names_reached(glob, known):
@@ -189,7 +189,7 @@ def _output_specs(graph: JointGraph, mesh: MeshShape, target: Target, first: boo
 def _check_spec(
     kind: str, name: str, shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: MeshShape
 ) -> Spec:
-    """Return the spec of the placements of an input or output; raise a `HintError` if the tensor cannot lie so."""
+    """Return the spec of the placements of an input or output; raise a `HintError` if the tensor can't have it."""
     try:
         spec = canonical(shape, Spec.of(*placements), mesh)
         padded_segments_of(shape, spec, mesh)

@@ -1,4 +1,4 @@
-"""Restrictions of operators by the task graphs of Whale: some mesh axes split only the batch, or anything else."""
+"""Restrictions of operators by Whale's task graphs: some mesh axes split only the batch, or anything but the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoshard.specs.spec import is_shard, split_factor_of
 
 _COPY_OPS = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 _SUM_OPS = _COPY_OPS | {torch.ops.aten.add.Tensor}
-_HEAVY_SHARE = 0.95  # part of the arithmetic of a task graph that its heavy operators do
+_HEAVY_SHARE = 0.95  # fraction of the arithmetic of a task graph in its heavy operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Restriction:
         axes: indices of the mesh axes of the task graph.
         allowed: the factors that these axes may split; None for all but those of `forbidden`.
         forbidden: the factors that they must not split.
-        preferred: the factors that as many of these axes as possible should split; None for all that are allowed.
-        sums: the partial sums that pass over these axes: `"allowed"`; `"preferred"`, which count as if a preferred
-            factor were split; or `"refused"`.
+        preferred: the factors that as many of these axes as possible should split; None for all allowed factors.
+        sums: whether partial sums over these axes may pass through the operator: `"allowed"`; `"preferred"`, which
+            counts as if a preferred factor were split; or `"refused"`.
     """
 
     axes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Restriction:
     sums: Literal["allowed", "preferred", "refused"] = "allowed"
 
     def filter_strategies(self, strategies: Sequence[Choices]) -> tuple[Choices, ...]:
-        """Return the allowed strategies that split preferred factors on most axes."""
+        """Return the allowed strategies that split preferred factors on the most axes."""
         allowed = []
         for choices in strategies:
             split = [choices[axis] for axis in self.axes if choices[axis] > WHOLE]
@@ -63,7 +63,7 @@ class Restriction:
                 count += sums if self.sums == "preferred" else 0
                 allowed.append((count, choices))
         most = max((count for count, _ in allowed), default=0)
-        # Axes outside the task graph may be fixed in a way that leaves no allowed strategy: then all are.
+        # If fixed axes outside the task graph exclude all allowed strategies, all are allowed.
         return tuple(choices for count, choices in allowed if count == most) or tuple(strategies)
 
 
@@ -84,8 +84,8 @@ def axes_of(graph: JointGraph, mesh: MeshShape) -> dict[Primitive, tuple[int, ..
     """Return the mesh axes of every primitive of a graph.
 
     Raises:
-        HintError: no axis, and no product of axes, has as many devices as a primitive asks for; there is no axis of a
-            name; or two primitives of one task graph have an axis in common.
+        HintError: no axis or product of axes has as many devices as a primitive asks for; there is no axis with a name;
+            or two primitives of one task graph share an axis.
     """
     marks = (graph.task_graph(node) for node in graph.graph.nodes)
     axes: dict[Primitive, tuple[int, ...]] = {}
@@ -113,7 +113,7 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
                 f"autoshard.{primitive} names the mesh axis {unknown[0]!r}; the axes of this mesh are {mesh}."
             )
         return tuple(axis for axis in used if mesh.names[axis] in devices)
-    # The empty group is one of them: a primitive may ask for one device.
+    # The empty group is included, since a primitive may ask for one device.
     groups = [group for count in range(len(used) + 1) for group in itertools.combinations(used, count)]
     fitting = [group for group in groups if math.prod(mesh.sizes[axis] for axis in group) == devices]
     if not fitting:
@@ -123,14 +123,14 @@ def _axes(primitive: Primitive, mesh: MeshShape) -> tuple[int, ...]:
             f"axes, has that many. Possible are {', '.join(map(str, possible)) or 'only 1'}; {primitive.kind}() takes "
             f"all there are, and {primitive.kind}({mesh.names[-1]!r}) those of an axis."
         )
-    # One axis rather than several: the groups come in the order of their sizes. The last one for `split`, where tensor
-    # parallelism usually is, else the first.
+    # Prefer one axis to several: groups are sorted by size. Prefer the last axis for `split`, which is usually that of
+    # tensor parallelism, else the first.
     shortest = [group for group in fitting if len(group) == len(fitting[0])]
     return shortest[-1 if primitive.kind == "split" else 0]
 
 
 def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]], mesh: MeshShape) -> dict[str, Pins]:
-    """Return pins of the parameters that only replicated task graphs use: they are whole on the axes of these."""
+    """Return pins that replicate the parameters of replicated task graphs on the axes of all their users."""
     pinned: dict[str, Pins] = {}
     for source in graph.parameters:
         users = [graph.task_graph(user) for user in source.node.users if user.op == "call_function"]
@@ -140,7 +140,7 @@ def whole_parameters(graph: JointGraph, axes: Mapping[Primitive, tuple[int, ...]
             else []
             for user in users
         ]
-        # All users must be in replicated task graphs that have the axis.
+        # All users must be in replicated task graphs with the axis.
         whole = set(used[0]).intersection(*used[1:]) if used else set()
         if whole:
             pinned[source.name] = tuple(Replicate() if axis in whole else None for axis in range(mesh.ndim))
@@ -152,10 +152,10 @@ def restrictions(
 ) -> Restrictions:
     """Return the restrictions of a step by its task graphs.
 
-    In a replicated task graph, operators split the batch if they have it, and nothing else. In a split one, no operator
-    splits the batch; those with most of the arithmetic split something else, a dim of parameters rather than of inputs,
-    and the parameters that these take are sharded. In a split one with a rest, operators split what runs over the
-    pinned shards of parameters, and the others what the rest says.
+    In a replicated task graph, operators split only the batch, if they have it. In a split one, no operator splits the
+    batch; those with most of the arithmetic split another dim, preferably of parameters rather than of inputs, and
+    their parameters are sharded. In a split one with `rest`, operators split the factors over pinned shards of
+    parameters, and the others the factors that `rest` names.
 
     Args:
         rules: the graph and its rules.
@@ -170,7 +170,7 @@ def restrictions(
     Source: Whale 3.1.2; which dim is split is left to the search, as patterns are in 3.2.2.
     """
     members: dict[TaskGraph, list[fx.Node]] = defaultdict(list)
-    # Casts of parameters and of their gradients stay free: to cast shards and gather the result sends half as much.
+    # Casts of parameters and of their gradients are free: casting shards before the gather halves its bytes.
     casts = _casts(rules.graph)
     for node in rules.operators:
         task_graph = rules.graph.task_graph(node)
@@ -191,7 +191,7 @@ def restrictions(
 
 
 class _RestrictionBuilder:
-    """Makes the restrictions of task graphs; arguments as for `restrictions`.
+    """Builds the restrictions of task graphs; arguments as for `restrictions`.
 
     Attributes:
         sharded_parameters: as in `Restrictions`.
@@ -224,7 +224,7 @@ class _RestrictionBuilder:
 
     @cached_property
     def computed(self) -> frozenset[fx.Node]:
-        """The operators that compute with parameters, or with what was computed with them."""
+        """The operators that depend on parameters."""
         known = {source.node for source in self.rules.graph.inputs if source.kind in ("parameter", "tangent")}
         for node in self.rules.operators:
             if not known.isdisjoint(value.node for value in self.rules.operands[node]):
@@ -239,7 +239,7 @@ class _RestrictionBuilder:
     def restrict(
         self, task_graph: TaskGraph, primitive: Primitive, nodes: Sequence[fx.Node]
     ) -> Iterator[tuple[fx.Node, Restriction]]:
-        """Return the restriction of every operator of a task graph by one of its primitives."""
+        """Return every restricted operator of a task graph with its restriction by one of the primitives."""
         if primitive.rest is not None:
             return self._along_shards(task_graph, primitive, nodes)
         if primitive.kind == "replicate":
@@ -264,19 +264,19 @@ class _RestrictionBuilder:
         split = self.rules.factors_along(shards)
         kinds = {"batch": lambda: self.batch, "sequence": lambda: self.sequence, "whole": dict}
         others: Mapping[fx.Node, frozenset[int]] = kinds[primitive.rest or "whole"]()
-        # A rank with shards of the groups' matrices gets the rows of these groups.
+        # A rank with shards of the groups' matrices receives the rows of these groups.
         groups = {node: _group_factors(self.rules, node) for node in nodes}
         sends_rows = any(groups[node] & split.get(node, frozenset()) for node in nodes)
         sharded = {self.weights.parameters[part.node] for part in shards}
         for node in nodes:
             along, other = self._of(split, node), self._of(others, node)
-            # Views, and what no parameter has a part in, such as positions, cost next to nothing: each lies as those
-            # that read it.
+            # Views, and values that depend on no parameter, such as positions, cost almost nothing: they follow their
+            # readers.
             is_open = self.rules.rules[node].free or node not in self.computed
             if sends_rows and groups[node]:
                 along = groups[node]
             elif primitive.rest == "batch" and sharded.isdisjoint(self.weights.names(node)):
-                # Only products with shards must follow them: a gate has a dim of the experts, and belongs to samples.
+                # Only products with shards must follow them: a gate has a dim of experts, but is computed per sample.
                 is_open = is_open or not other
                 along, other = frozenset(), along | other
             if along:
@@ -287,13 +287,13 @@ class _RestrictionBuilder:
     def _of_rest(self, node: fx.Node, axes: tuple[int, ...], factors: frozenset[int], is_open: bool) -> Restriction:
         if is_open:
             return Restriction(axes, factors, preferred=frozenset())
-        # Gradients are added up before they are reduced; what else could take sums takes what is reduced.
+        # Gradients are summed before they are reduced; other operators get reduced operands.
         if self.rules.calls[node].op not in _SUM_OPS:
             return Restriction(axes, factors, sums="refused")
         return Restriction(axes, factors, sums="preferred" if factors else "allowed")
 
     def _shards(self, task_graph: TaskGraph, primitive: Primitive) -> Iterator[DimPart]:
-        """Return the parts of dims that pinned shards of a task graph's parameters are."""
+        """Yield the parts of dims that are pinned shards of a task graph's parameters."""
         for source in self.rules.graph.parameters:
             pins = self.pinned.get(source.name)
             if pins is None or all(self.rules.graph.task_graph(user) != task_graph for user in source.node.users):
@@ -308,7 +308,7 @@ class _RestrictionBuilder:
             yield from parts.values()
 
     def check_shards(self, used: Iterable[Primitive], task_graphs: Iterable[TaskGraph]) -> None:
-        """Raise a `HintError` if a primitive is to split operators along shards, and there are none."""
+        """Raise a `HintError` if a primitive splits operators along shards, and there are none."""
         for primitive in used:
             graphs = [task_graph for task_graph in task_graphs if primitive in task_graph.primitives]
             if primitive.rest is not None and not any(any(self._shards(graph, primitive)) for graph in graphs):
@@ -324,18 +324,18 @@ class _RestrictionBuilder:
 
 
 def sequence_inputs(rules: GraphRules) -> list[fx.Node]:
-    """Return the inputs that have a batch, a sequence behind it, and at most one dim more."""
+    """Return the inputs with a batch dim, then a sequence dim, and at most one more."""
     return [node for node in rules.batch_inputs() if len(Value(node).meta.shape) in (2, 3)]
 
 
 def _group_factors(rules: GraphRules, node: fx.Node) -> frozenset[int]:
-    """Return the factors of an operator by which rows are sent to groups."""
+    """Return the factors of an operator that send rows to groups."""
     offered = offered_factors(rules.rules[node])
     return frozenset(index for index, factor in enumerate(offered) if factor.routed == "group")
 
 
 def _casts(graph: JointGraph) -> set[fx.Node]:
-    """Return the casts of parameters, and those that make gradients of parameters."""
+    """Return the casts of parameters, and those whose results are gradients of parameters."""
     parameters = {source.node for source in graph.parameters}
     gradients = set(graph.gradients.values())
     copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
@@ -350,7 +350,7 @@ def _heavy_operators(rules: GraphRules, nodes: Iterable[fx.Node]) -> frozenset[f
         results = [meta.shape for meta in call.results if meta is not None]
         work[node] = flops(call.op, [meta.shape for meta in call.operands], results, call.args)
     falling = sorted(work.values(), reverse=True)
-    # Equal operators are heavy together: whole layers would differ otherwise.
+    # Equal operators are all heavy or none is, since layers would differ otherwise.
     goal, sums = _HEAVY_SHARE * sum(falling), itertools.accumulate(falling)
     least = next((amount for amount, total in zip(falling, sums, strict=True) if total >= goal), 0.0)
     return frozenset(node for node, amount in work.items() if amount >= least and not rules.rules[node].free)
@@ -377,24 +377,24 @@ class _ParameterFactors:
         return tuple(self.parameters[each] for each in nodes if each in self.parameters)
 
     def factors(self, node: fx.Node) -> frozenset[int]:
-        """Return the factors over dims of parameters of an operator that takes a parameter or makes its gradient.
+        """Return the factors over dims of parameters of an operator that reads a parameter, or computes its gradient.
 
-        An operator that takes a selection of a parameter takes it too.
+        An operator that takes a selection of a parameter counts too.
         """
         origins = {origin(self.rules, source, _takes_one).node for source in operand_nodes(node)}
         results = {Value(node, index) for index in range(len(self.rules.calls[node].results))}
         if not self._gradients & results and not self.parameters.keys() & origins:
             return frozenset()
         factors = self._along_weights.get(node, frozenset())
-        # If possible not those that inputs have as well: a table of positions has a dim of the sequence.
+        # If possible without those that inputs have too: a table of positions has a dim of the sequence.
         return factors - self._along_inputs.get(node, frozenset()) or factors
 
 
 def origin(rules: GraphRules, node: fx.Node, passes: Callable[[GraphRules, fx.Node], bool]) -> Value:
-    """Return the value that a value is made of by operators for which `passes` returns True."""
+    """Return the value from which a value is computed only by operators for which `passes` returns True."""
     value = value_of(node)
     while value.node in rules.calls and passes(rules, value.node):
-        # Indices into a parameter are no origin of the value.
+        # Indices into a parameter are not the origin of the value.
         sources = [source for source in operand_nodes(value.node) if source.meta["val"].dtype.is_floating_point]
         if len(sources) != 1:
             break

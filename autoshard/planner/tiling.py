@@ -1,6 +1,6 @@
 """Repeated layers of a problem, tied to one choice (Rhino 4.3, graph coarsening).
 
-Layers that do the same work most often want the same options. Tied layers are one layer whose costs are multiplied by
+Layers with the same work usually have the same best options. Tied layers are one layer whose costs are multiplied by
 their number, which is exactly the cost of all of them under that choice.
 """
 
@@ -21,14 +21,14 @@ from autoshard.solver import Edge, Problem
 from autoshard.solver.problem import Array, Blend
 from autoshard.solver.reduced_problem import ReducedProblem
 
-_MIN_LAYERS = 5  # the fewest layers of one kind that are tied; the first and the last of them stay free
+_MIN_LAYERS = 5  # the fewest layers of one kind to tie; the first and the last are free
 
 Layer = tuple[int, int]
-"""A family of equal layers, and the number of the layer in it."""
+"""A family of equal layers, and the index of the layer in it."""
 
 
 def layers_of(rules: GraphRules) -> dict[str, tuple[Layer, int]]:
-    """Return, by the name of every operator in a repeated layer, the layer and the operator's place in it.
+    """Return name of every operator in a repeated layer -> the layer, and the operator's place in it.
 
     A layer is an outermost module that repeats.
     """
@@ -48,8 +48,8 @@ class Tiling:
     """Variables of a problem that are tied to one choice.
 
     Attributes:
-        leaders: the variables that choose.
-        follows: per variable, the position in `leaders` of the variable whose choice it takes; its own if it leads.
+        leaders: the variables with a choice.
+        follows: per variable, the index in `leaders` of the variable whose choice it takes; its own if it is a leader.
     """
 
     leaders: tuple[int, ...]
@@ -59,17 +59,17 @@ class Tiling:
     def of(
         built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]], free: Literal["runs", "families"] = "runs"
     ) -> Tiling | None:
-        """Return the tiling of the layers that have equal variables and options; None if there are too few of them.
+        """Return the tiling of layers with equal variables and options; None if there are too few of them.
 
         Args:
             built: the problem.
             placed: the result of `layers_of`.
-            free: the layers that stay free: the first and the last of every run of consecutive layers with equal
-                variables; or only those of every family, which leaves a smaller problem.
+            free: the layers that are not tied: the first and the last of every run of consecutive layers with equal
+                variables; or only those of every family, for a smaller problem.
         """
         roles = _roles(built, placed)
         members: dict[Layer, dict[Hashable, int]] = defaultdict(dict)
-        # A variable whose role another one has stays free.
+        # Of several variables with one role in a layer, one is tied.
         for variable, (layer, role) in roles.items():
             members[layer].setdefault(role, variable)
         leader = list(range(len(built.variables)))
@@ -86,7 +86,7 @@ class Tiling:
         return Tiling(leaders, tuple(position[first] for first in leader))
 
     def tie(self, whole: ReducedProblem) -> ReducedProblem:
-        """Return the problem of the leaders, without memory. Its bound says nothing of layers that choose freely."""
+        """Return the problem of the leaders, without memory. Its bound does not hold for layers that choose freely."""
         order = [whole.order[leader] for leader in self.leaders]
         return replace(whole, problem=self._fold(whole.problem), order=order, lost=-math.inf, follows=self.follows)
 
@@ -102,7 +102,7 @@ class Tiling:
         for edge in problem.edges:
             pair = self.follows[edge.source], self.follows[edge.target]
             if pair[0] == pair[1]:
-                # Both ends choose alike: only the diagonal of the table counts.
+                # Both ends have the same choice: only the diagonal of the table counts.
                 diagonals[pair[0]] += [factor * np.diagonal(table) for factor, table in edge.parts]
                 continue
             counts = tables[pair]
@@ -111,7 +111,7 @@ class Tiling:
                 counts[id(table)] = counts.get(id(table), 0.0) + factor
             if isinstance(edge.table, Blend):
                 blended.add(pair)
-        # Equal sums are one object, so that the solver looks at them once.
+        # Equal sums are one object, which the solver processes once.
         sums: dict[tuple[object, ...], Array] = {}
         blends: dict[tuple[object, ...], Blend] = {}
 
@@ -124,7 +124,7 @@ class Tiling:
             return sums[key]
 
         def join_edges(pair: tuple[int, int], counts: Mapping[int, float]) -> Edge:
-            # A multiple of one table is a blend: the product would be one more large array.
+            # A multiple of one table is a blend, since the product would be another large array.
             if pair not in blended and (len(counts) > 1 or 1.0 in counts.values()):
                 return Edge(*pair, sum_arrays(counts))
             key = tuple(counts.items())
@@ -144,12 +144,12 @@ class Tiling:
 
 
 def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict[int, tuple[Layer, Hashable]]:
-    """Return layer and role of the variables in layers: operators by their place, others by the edges to these."""
+    """Return layer and role of the variables in layers: of operators by their place, of others by their edges."""
     roles: dict[int, tuple[Layer, Hashable]] = {}
     for number, variable in enumerate(built.variables):
         if variable.kind == "operator" and variable.key in placed:
             roles[number] = placed[variable.key]
-    # Roles spread along the edges, from operators to hubs and from these to tensors at rest, until nothing changes.
+    # Spread roles along edges, from operators to hubs and from these to tensors at rest, until nothing changes.
     counts: Counter[Hashable] = Counter()
     changed = True
     while changed:
@@ -166,7 +166,7 @@ def _roles(built: BuiltProblem, placed: Mapping[str, tuple[Layer, int]]) -> dict
 
 
 def _ends(layers: Iterable[Layer]) -> set[Layer]:
-    """Return the first and the last layer of every family, which have another neighbour than the others."""
+    """Return the first and the last layer of every family, which have other neighbours than the rest."""
     families: dict[int, list[Layer]] = defaultdict(list)
     for layer in sorted(layers):
         families[layer[0]].append(layer)
@@ -174,9 +174,9 @@ def _ends(layers: Iterable[Layer]) -> set[Layer]:
 
 
 def _runs(built: BuiltProblem, members: Mapping[Layer, Mapping[Hashable, int]]) -> list[list[Layer]]:
-    """Return runs of consecutive layers with equal variables and options, those that are long enough to tie."""
+    """Return the runs of consecutive layers with equal variables and options that are long enough to tie."""
     options: dict[tuple[object, ...], int] = {}
-    # By the identity of the object that holds the options, of which equal layers share most, and their type.
+    # By the type and identity of the object with the options, since equal layers share most of them.
     numbers: dict[tuple[int, type], int] = {}
 
     def number(variable: Variable) -> int:

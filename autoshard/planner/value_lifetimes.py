@@ -1,7 +1,7 @@
 """The moments at which a program holds a value.
 
-Prices of memory lead to plans, and to a bound of all plans within a limit (`limit_bound.py`). Prices that lead to plans
-count what programs hold most often. A bound holds only if no program holds less than what is counted.
+Prices of memory lead to plans, and to a bound of all plans within a limit (`limit_bound.py`). Plans are found with the
+memory that programs usually hold. A bound holds only if no program holds less than the counted memory.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from autoshard.patterns.graph_rules import GraphRules, Value
 from autoshard.planner.regather import Reuse
 from autoshard.program.fusion import is_made_apart
 
-_SMALL_FACTOR = 64  # a gathered activation so many times smaller than the largest tensor of the step is always kept
+_SMALL_FACTOR = 64  # gathered activations so many times smaller than the largest tensor of the step are always kept
 
 Life = tuple[int, int]
-"""The first moment at which something is held, and the first at which it is held no more."""
+"""The first moment at which something is held, and the first at which it is no longer held."""
 
 NEVER: Life = (0, 0)
 
 
 class ValueLifetimes:
-    """Moments at which programs hold values most often, in positions of the program.
+    """Moments at which programs usually hold values, in positions of the program.
 
-    A value that has a hub of its own for the backward half is held there as the option of the hub says, which is not
-    counted here. Views are taken of the tensor itself, not of copies, and an operator that runs again does so at its
-    place in the graph.
+    The memory of a value with its own hub for the backward half depends there on the option of the hub, and is not
+    counted here. Views are of the tensor itself, not of copies, and a second operator runs at its place in the graph.
 
     Args:
         rules: the graph and its rules.
         reuse: the values that the backward half may gather again.
-        reruns: operators of the forward half -> the operators of the backward half that may run them again.
+        reruns: operator of the forward half -> the operator of the backward half that may recompute it.
 
     Attributes:
         positions: position of every operator in the program.
         phases: `"forward"` or `"backward"` of every operator.
         inputs: the placeholders of the step.
-        optional: the operators that may run again, and may not.
+        optional: the second operators that may be absent.
         uncertain: operators whose moments are not known.
         last: the first moment after the step.
     """
@@ -67,64 +66,64 @@ class ValueLifetimes:
     def may_regather(self, value: Value) -> bool:
         """Return True if the backward half may gather a value again: both halves use it, and it is large.
 
-        An input of the step that is never sharded has no copies; the edges of a problem show that.
+        An input of the step that is never sharded has no copies, as the edges of a problem show.
         """
         if self.reuse == "none":
             return False
         if value not in self._regatherable:
             phases = {self.phases[use.node] for use in self.rules.uses.get(value, ())}
-            # What the step returns is held through the backward half in any case.
+            # Outputs of the step are always held through the backward half.
             returned = self._base(value) in self._returned
             self._regatherable[value] = len(phases) == 2 and not returned and self._is_large(value)
         return self._regatherable[value]
 
     def may_keep_copy(self, value: Value) -> bool:
-        """Return True if a copy of a value of the forward half is worth the choice of keeping it."""
+        """Return True if a copy of a value of the forward half is large enough to decide whether it is kept."""
         return self.reuse != "none" and self._is_large(value)
 
     def is_counted_by_hub(self, value: Value, first_use: int) -> bool:
         """Return True if a value's hub of the backward half counts the memory of the value itself.
 
         Args:
-            value: a value that has such a hub.
+            value: a value with such a hub.
             first_use: the first moment at which the backward half reads it.
         """
-        # To keep a view that may be taken again is to keep it all. Other views keep their tensor in any case.
+        # A kept view that may be recomputed counts its memory. Other views always keep their tensor.
         return value.node in self.reruns or not (value.node in self.inputs or self._is_view(value))
 
     def hub_start(self, value: Value) -> int:
-        """Return the first moment at which a value's hub of the backward half may count its memory."""
+        """Return the first moment at which a value's backward hub may count its memory."""
         return self.positions.get(value.node, -1) + 1
 
     def is_held(self, value: Value) -> bool:
-        """Return True if memory is counted for a value, or for the one of which it is a view."""
+        """Return True if memory is counted for a value or its base."""
         return True
 
     # Lives
 
     def life(self, value: Value) -> Life:
-        """Return the life of what an operator makes, if the operator runs."""
+        """Return the life of an operator's result, if the operator runs."""
         return self.positions[value.node], self._last_use(value) + 1
 
     def end_of_copy(self, reader: fx.Node) -> int:
-        """Return the first moment at which a copy for an operator is held no more."""
-        # A view of a copy keeps the copy alive as long as the view is used.
+        """Return the first moment at which a copy for an operator is no longer held."""
+        # A view of a copy keeps the copy alive until the last use of the view.
         uses = [self._last_use(value) for value in self._results(reader)] if self.rules.rules[reader].free else []
         return max(uses, default=self.positions[reader]) + 1
 
     def end(self, value: Value) -> int:
-        """Return the first moment at which a value is not held, but for its hub of the backward half."""
+        """Return the first moment at which a value is no longer held, but for its backward hub."""
         base = self._base(value)
         return 0 if base.node in self.inputs else self.life(base)[1]
 
     def end_of_output(self, output: JointOutput) -> int:
-        """Return the first moment at which the step holds what it returns no more."""
-        # A new value is copied to its tensor behind the forward half, unless the backward half needs the former one.
+        """Return the first moment at which the step no longer holds an output."""
+        # A new value is copied to its tensor after the forward half, unless the backward half needs the former value.
         is_copied = output.kind == "mutation" and output.name not in self.rules.graph.former_values
         return self._border if is_copied else self.last
 
     def continuation(self, value: Value) -> Life:
-        """Return when a value is held on because a later use, or the step, takes it as it is."""
+        """Return when a value is held longer because a view of it is used, or the step returns it."""
         return self._continuations.get(value, NEVER)
 
     @cached_property
@@ -142,12 +141,12 @@ class ValueLifetimes:
     def _last_use(self, value: Value) -> int:
         """Return the position of the last operator that reads a value, or a view of it.
 
-        Uses that may read a copy which the backward half gathers again do not count.
+        Uses that may read a copy gathered again in the backward half do not count.
         """
         last, waiting = self.positions[value.node], [value]
         while waiting:
             current = waiting.pop()
-            # The tensor of a view is held until its last use in any case: other views may read it.
+            # The base of a view is always held until its last use, since other views may read it.
             regathered = self.may_regather(current) and not self._is_view(current)
             for use in self.rules.uses.get(current, ()):
                 if not (regathered and self.phases[use.node] == "backward"):
@@ -166,7 +165,7 @@ class ValueLifetimes:
         return node not in self.inputs and rules.rules[node].free and bool(rules.operands[node])
 
     def _base(self, value: Value) -> Value:
-        """Return the value of which a value is a view, or a view of a view; itself if it is none."""
+        """Return the base of a view, also of a view of a view; the value itself if it is no view."""
         while self._is_view(value):
             value = self.rules.operands[value.node][0]
         return value
@@ -174,7 +173,7 @@ class ValueLifetimes:
     # Sizes
 
     def _is_large(self, value: Value) -> bool:
-        # Copies of inputs, parameters above all, are always worth a choice. A result that is not used has no size.
+        # Copies of inputs, mostly parameters, are always worth a decision. An unused result has no size.
         return value.node in self.inputs or (
             self.reuse == "all" and value.meta.bytes * _SMALL_FACTOR >= self._largest_bytes
         )
@@ -191,10 +190,10 @@ class ValueLifetimes:
 class CertainLifetimes(ValueLifetimes):
     """Moments at which every program with some decisions holds values.
 
-    A tensor is counted up to its first use: from there on, what is held hangs on the spec in which it is used, and the
-    edges to its uses count it. When an operator that may run again does so depends on what else runs again: it does not
-    before its place in the graph, and not after its first reader. What it reads counts for nothing, and what it makes
-    from its first reader on. Of a compiled program only results count that no kernel computes where it reads them.
+    A tensor is counted up to its first use. After that, the held memory depends on the spec of the use, and is counted
+    by the edges to uses. The time of a second operator depends on other recomputation: it is between its place in the
+    graph and its first reader. So its operands do not count, and its result counts from the first reader on. In a
+    compiled program, only results count that no kernel computes where it reads them.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class CertainLifetimes(ValueLifetimes):
         node = self._storage(value).node
         if not self._compiled or node in self.inputs:
             return True
-        # A product is made with the matrix that is added to it.
+        # A product is computed together with the addition of a matrix to it.
         added = any(use.node.target is torch.ops.aten.add.Tensor for use in self.rules.uses.get(Value(node), ()))
         return is_made_apart(node.target) and not added
 
@@ -216,8 +215,8 @@ class CertainLifetimes(ValueLifetimes):
         if not self.is_held(value):
             return False
         if self.end(value) > first_use:
-            return False  # it is held in any case
-        # Of two views that both may be taken again a plan can keep one.
+            return False  # it is always held
+        # Of two views that may both be recomputed, a plan can keep one.
         return value.node in self.reruns or value in self._counted_views
 
     def hub_start(self, value: Value) -> int:
@@ -237,12 +236,12 @@ class CertainLifetimes(ValueLifetimes):
 
     def end(self, value: Value) -> int:
         storage = self._storage(value)
-        # What is seen of an input are copies of it, as often as not.
+        # Views of an input are often views of its copies.
         return max(map(self._end, [value] if storage.node in self.inputs else self._views[storage]))
 
     @cached_property
     def _continuations(self) -> dict[Value, Life]:
-        # Of several views of one tensor, the one that is held longest is counted, with those that it is a view of.
+        # Of several views of one tensor, the one that is held longest is counted, with its bases.
         found: dict[Value, Life] = {}
         for storage, views in self._views.items():
             if storage.node in self.inputs or storage.node in self.optional:
@@ -260,8 +259,8 @@ class CertainLifetimes(ValueLifetimes):
         return found
 
     def _readers(self, value: Value) -> list[fx.Node]:
-        """Return the operators that read a value in any case, without those that read it from its backward hub."""
-        # A view of an input, or of a copy of it, is held for the backward half whatever spec that wants.
+        """Return the operators that always read a value, without those that read its backward hub."""
+        # A view of an input, or of its copy, is held for the backward half in whatever spec that reads it.
         is_apart = value.node in self.inputs or self._base(value).node not in self.inputs
         has_hub = value.node in self.reruns or (is_apart and self.may_regather(value))
         return [
@@ -271,7 +270,7 @@ class CertainLifetimes(ValueLifetimes):
         ]
 
     def _end(self, value: Value) -> int:
-        """Return the first moment at which no operator reads a value, and the step does not return it."""
+        """Return the first moment after all reads of a value by operators, and after its return by the step."""
         outputs = (output for output in self.rules.outputs_of.get(value, ()) if output.kind != "gradient")
         ends = [*map(self.end_of_copy, self._readers(value)), *map(self.end_of_output, outputs)]
         return max([self.life(value)[1], *ends])
@@ -281,7 +280,7 @@ class CertainLifetimes(ValueLifetimes):
 
     @cached_property
     def _storages(self) -> dict[Value, Value]:
-        """View -> the value in whose memory it lies; what a backward hub hands on is apart from the forward half."""
+        """View -> the value that owns its memory; views of a backward hub are separate from the forward half."""
         storages: dict[Value, Value] = {}
         for node in self.rules.operators:
             for value in self._results(node):
@@ -294,7 +293,7 @@ class CertainLifetimes(ValueLifetimes):
 
     @cached_property
     def _views(self) -> dict[Value, list[Value]]:
-        """Value -> itself and the views that lie in its memory."""
+        """Value -> itself and the views of its memory."""
         views: dict[Value, list[Value]] = defaultdict(list)
         for value in self.rules.values():
             views[self._storage(value)].append(value)
@@ -302,7 +301,7 @@ class CertainLifetimes(ValueLifetimes):
 
     @cached_property
     def _counted_views(self) -> set[Value]:
-        """Values whose hubs of the backward half count them: of one tensor, as many as are no larger together."""
+        """Values counted by their backward hubs: of one tensor, as many views as are together no larger than it."""
         counted: set[Value] = set()
         for storage, views in self._views.items():
             left = 0 if storage.node in self.inputs else storage.meta.bytes
@@ -314,5 +313,5 @@ class CertainLifetimes(ValueLifetimes):
 
 
 def _is_whole(view: Value, base: Value) -> bool:
-    """Return True if a view holds no more bytes than what it is a view of; one that repeats numbers seems to."""
+    """Return True if a view has no more bytes than its base; one that repeats numbers seems to have more."""
     return view.meta.bytes <= base.meta.bytes

@@ -1,1 +1,1 @@
-"""The local program: from a graph and its decisions to what one rank runs."""
+"""The local program: from a graph and its decisions to the program of one rank."""

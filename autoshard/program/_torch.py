@@ -10,30 +10,30 @@ import sympy
 import torch
 from torch import fx
 
-# Puts kernels that know symbolic sizes first.
+# Gives precedence to kernels that support symbolic sizes.
 from torch._dispatch.python import enable_python_dispatcher
 
-# Has compiled code let go of the tensors of a list that it takes, each after its last use.
+# Lets compiled code free each tensor of a list argument after its last use.
 from torch._dynamo.utils import set_locals_to_steal
 
-# Splits a joint graph in halves.
+# Splits a joint graph into halves.
 from torch._functorch.partitioners import default_partition
 
-# The strides that kernels of elementwise operators give their results.
+# The strides of results of elementwise kernels.
 from torch._prims_common import compute_elementwise_output_strides as compute_elementwise_output_strides
 
-# The tensors of a program before it runs, which have shapes and no numbers, and the mode in which they are made.
+# Tensors of a program before it runs, with shapes but no data, and their mode.
 from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 
-# Modules that write the code of a graph when it first runs: none of the graphs between a step and its halves does.
+# Modules that generate the code of a graph at its first run; the graphs between a step and its halves never run.
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Makes a graph that takes its arguments as a list and lets go of each after its last use.
+# Generates code that takes arguments as a list and frees each after its last use.
 from torch.fx.graph import _BoxedCodeGen
 
-# Sees every operator that is called while it is active.
+# Intercepts every operator call while it is active.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from autoshard.capture._torch import lazy_graph_module as lazy_graph_module
@@ -47,7 +47,7 @@ class SymbolicNumbers:
     def __init__(self) -> None:
         self.env = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        # Making an entry of torch's cache costs as much as the operator, and callers run equal calls once.
+        # A new entry of torch's cache costs as much as the operator, and callers run equal calls once.
         self.mode.cache_enabled = False
 
     @contextlib.contextmanager
@@ -57,15 +57,15 @@ class SymbolicNumbers:
             yield
 
     def new(self, value: int, number: int) -> tuple[int | torch.SymInt, sympy.Symbol]:
-        """Return the `number`-th symbolic integer and its symbol; it is `value` where torch needs a number."""
+        """Return the `number`-th symbolic integer and its symbol; its hint is `value`."""
         return symbolic_integer(self.env, value, number, small=True)
 
 
 def run_meta_kernel(mode: FakeTensorMode, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeTensor | None:
-    """Return the fake result of an operator on fake tensors of plain sizes; None where they lie on several devices.
+    """Return the fake result of an operator on fake tensors of plain sizes; None if they are on several devices.
 
-    Torch's kernels for tensors without numbers take a tenth of the time that `mode` takes for the same answer: it asks
-    what can be proved of sizes, which may be symbols, and keeps a cache of its own.
+    Torch's meta kernels take a tenth of the time of `mode` for the same result: the mode handles symbolic sizes, and
+    maintains a cache.
     """
     devices: set[torch.device] = set()
 
@@ -75,7 +75,7 @@ def run_meta_kernel(mode: FakeTensorMode, op: Any, args: tuple[Any, ...], kwargs
         devices.add(argument.device)
         return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
 
-    # No mode of the caller may see it.
+    # Hidden from modes of the caller.
     with torch._C._DisableTorchDispatch():
         operands: Any = fx.node.map_aggregate((args, kwargs), without_numbers)
         if len(devices) > 1:
@@ -86,9 +86,9 @@ def run_meta_kernel(mode: FakeTensorMode, op: Any, args: tuple[Any, ...], kwargs
 def append_node(
     graph: fx.Graph, op: str, name: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> fx.Node:
-    """Add a node to the end of a graph that never becomes code, under a name that no other node has.
+    """Append a node with a unique name to a graph that never becomes code.
 
-    `Graph.create_node` takes three times as long: it looks for symbols in arguments, and for a free name.
+    `Graph.create_node` takes three times as long: it searches arguments for symbols, and a free name.
     """
     node = fx.Node(graph, name, op, target, args, kwargs or {})
     graph._insert(node)
@@ -100,7 +100,7 @@ def append_node(
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph whose tangents are placeholders called `tangents_*` into forward and backward.
 
-    The forward graph returns its outputs and then the saved tensors, which the backward graph takes first, before the
+    The forward graph returns its outputs and then the saved tensors, which the backward graph takes before the
     tangents. Neither has code yet.
     """
     output: Any = joint.graph.output_node()
@@ -113,7 +113,7 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
 
 
 def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> None:
-    """Save no tensor that the backward graph does not read."""
+    """Drop saved tensors that the backward graph does not read."""
     # Torch's partitioner saves the operands of dead copies of calls.
     backward.graph.eliminate_dead_code(is_impure_node=is_border)
     output: Any = forward.graph.output_node()
@@ -130,10 +130,10 @@ def _drop_unread_saves(forward: fx.GraphModule, backward: fx.GraphModule, forwar
 
 
 def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
-    """Write the code of a finished graph.
+    """Generate the code of a finished graph.
 
     With `take_list` it takes its arguments as one list, which it empties: each is freed after its last use. Compiled
-    code that takes numbers, too, frees all at its end.
+    code with number arguments frees all at its end.
     """
     if take_list:
         graph.graph.set_codegen(_BoxedCodeGen())
@@ -146,11 +146,11 @@ def write_code(graph: fx.GraphModule, take_list: bool = False) -> None:
 
 def compile_graph(graph: fx.GraphModule, dynamic: bool) -> Any:
     """Return the graph compiled by inductor at its first call; its shapes are fixed unless sizes are dynamic."""
-    # Inductor's own orders, made for memory and locality, start all gathers of parameters first and await each at once.
+    # Inductor's reorderings for memory and locality would start all gathers of parameters first and await each at once.
     options: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     return torch.compile(graph, backend="inductor", dynamic=dynamic, fullgraph=True, options=options)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors in the same memory; fake tensors have such numbers, too."""
+    """Return an id of the storage of a tensor, real or fake."""
     return int(tensor.untyped_storage()._cdata)

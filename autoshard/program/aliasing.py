@@ -1,6 +1,6 @@
-"""The memory in which the tensor of a node of a program lies: its own, or that of the node that it is a view of.
+"""Aliasing: whether the tensor of a node of a program has its own memory, or is a view of another node's.
 
-A program without a backward half writes rows into inputs that it changes, such as caches, instead of making new ones.
+A program without a backward half writes rows in place into inputs that it changes, such as caches.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _IN_PLACE = {torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.defau
 
 @functools.cache
 def makes_view(op: Any) -> bool:
-    """Return True if a result of the operator lies in its first operand's memory; a reshape may copy all the same."""
+    """Return True if a result of the operator aliases its first operand; a reshape may still copy."""
     schema = getattr(op, "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def storage_root(node: fx.Node) -> fx.Node:
-    """Return the node in whose memory a node's tensor lies: the one it is a view of, through any number, or itself."""
+    """Return the node that owns the memory of a node's tensor, through any number of views."""
     while True:
         source = view_source(node)
         if source is None:
@@ -38,7 +38,7 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
-    """Return the node that a node's tensor is a view of; None if it has memory of its own."""
+    """Return the node of which a node's tensor is a view; None if it has its own memory."""
     if node.op != "call_function":
         return None
     # A wait returns the tensor that its collective writes.
@@ -67,14 +67,14 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
 
 
 def write_in_place(changed: Iterable[tuple[fx.Node, fx.Node]]) -> None:
-    """Have a program write rows into its inputs.
+    """Make a program write rows into its inputs in place.
 
     Args:
-        changed: inputs that a step changes, as placeholders, and the nodes of their new values. Those that are read
-            elsewhere, or get their values by other operators, stay as they are.
+        changed: placeholders of inputs that a step changes, and the nodes of their new values. Inputs that are read
+            elsewhere, or computed by other operators, are not written in place.
     """
     for source, value in changed:
         if value.target in _IN_PLACE and value.args[0] is source and len(source.users) == 1:
             value.target = _IN_PLACE[value.target]
-            # Its price is that of the rows, no longer that of the operator of the captured graph.
+            # Its price is now that of the rows, not that of the operator of the captured graph.
             value.meta.pop("stands_for", None)

@@ -1,4 +1,4 @@
-"""The program of a planned graph: made for all sizes, split in halves, its collectives arranged."""
+"""The program of a planned graph: made for all sizes, split into halves, with scheduled collectives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from autoshard.specs.axes import SharedAxis
 def size_generic_step(
     flow: Flow, resharder: Resharder, groups: Sequence[str], home: torch.device, shared: SharedAxis | None
 ) -> LocalStep:
-    """Return the program of a plan; of a graph with dynamic sizes, one that is the same at all of them.
+    """Return the program of a plan; for a graph with dynamic sizes, it is valid at all sizes.
 
     The arguments are those of `localize`.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
-        RuleError: the program would be another one at other sizes.
+        RuleError: the program would differ at other sizes.
     """
     step = localize(flow, resharder, groups, home, shared=shared)
     if flow.graph.dynamic is not None:
@@ -43,10 +43,10 @@ def size_generic_step(
 
 
 def check_size_generic(step: LocalStep, expected: LocalStep, sizes: Sizes) -> None:
-    """Check that a program, with its sizes replaced by `sizes`, equals the program that was made for these.
+    """Check that a program, with its sizes replaced by `sizes`, equals the program made for these.
 
     Raises:
-        RuleError: an operator's arguments hold a number that came from a dynamic size, or operators differ.
+        RuleError: an operator's arguments contain a plain number from a dynamic size, or operators differ.
     """
     nodes, expected_nodes = (list(each.graph_module.graph.nodes) for each in (step, expected))
     place = {node: index for both in (nodes, expected_nodes) for index, node in enumerate(both)}
@@ -57,7 +57,7 @@ def check_size_generic(step: LocalStep, expected: LocalStep, sizes: Sizes) -> No
 
         return node.op, str(node.target), fx.node.map_aggregate((node.args, node.kwargs), leaf)
 
-    # A program that is longer differs before the other one ends, in its output at the latest.
+    # A longer program differs before the other one ends, in its output at the latest.
     for node, expected_node in zip(nodes, expected_nodes, strict=False):
         call, expected_call = call_texts(node), call_texts(expected_node)
         if call != expected_call:
@@ -75,7 +75,7 @@ class PlannedGraph:
     """A captured step and the decisions for it.
 
     Attributes:
-        graph: the captured step, in which dims may be in parts; in that of `flow`, layers may run again, too.
+        graph: the captured step, in which dims may be in parts; in that of `flow`, layers may be recomputed, too.
         flow: the graph, its rules and the decisions.
         resharder: finds the reshards; the one that priced them.
         cost: prices of kernels and collectives.
@@ -106,12 +106,12 @@ def build_program(
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors.
         compile, in_parts, reduced: as for `split`.
-        in_place: True if the program may write into inputs that it changes, as for `split`. Inputs of a graph with
-            checks of its results change after these alone.
+        in_place: True if the program may write into inputs that it changes, as for `split`. If the graph has checks of
+            its results, inputs change only after these.
 
     Raises:
         PlanError: an operator can't have unequal shares as the plan has it.
-        RuleError: the program would be another one at other sizes.
+        RuleError: the program would differ at other sizes.
     """
     with outside_modes():
         step = size_generic_step(planned.flow, planned.resharder, groups, home, planned.shared)
@@ -120,6 +120,6 @@ def build_program(
 
 
 def split_again(step: LocalStep, compile: bool, reduced: DeferredReduction | None) -> Halves:
-    """Split a program anew, with arguments as for `split`: to compile it, or to add up gradients over several runs."""
+    """Split a program again, with arguments as for `split`: to compile it, or to sum gradients over several runs."""
     with outside_modes():
         return split(step, compile, reduced=reduced)

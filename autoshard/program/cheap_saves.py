@@ -1,7 +1,7 @@
-"""Tensors that the backward half of a compiled program computes where it reads them, in place of having them saved.
+"""Tensors that the backward half of a compiled program recomputes where it reads them, instead of saving them.
 
-A kernel that reads such a tensor computes it number by number of others that are saved anyway: that takes less than to
-write the tensor and to read it again. So a compiler's partitioner would have it; here the account of a plan knows, too.
+A kernel that reads such a tensor computes it element-wise from tensors that are saved anyway, which takes less time
+than writing and rereading it. A compiler's partitioner does the same; here, the account of a plan includes it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ Sources = frozenset[fx.Node]
 
 
 def compute_where_read(backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Compute saved tensors in the kernels of the backward half that read them, where that is cheap.
+    """Recompute saved tensors in the kernels of the backward half that read them, where that is cheap.
 
-    Nothing is saved that was not saved before. What another operator reads is left, since it would have to be made.
+    No other tensor is saved instead. Tensors read by operators that do not fuse are still saved, since they would have
+    to be materialised.
 
     Args:
         backward: the backward half.
-        saved: its placeholders -> the nodes of the forward half that they are.
+        saved: its placeholders -> their nodes in the forward half.
 
     Returns:
-        The placeholders that were dropped.
+        The dropped placeholders.
     """
     chains, dropped = _PointwiseChains(saved), set()
     place = {node: number for number, node in enumerate(backward.nodes)}
-    # In the order of the forward half: what is computed of others comes behind them.
+    # In the order of the forward half: tensors come after those they are computed from.
     for placeholder, node in sorted(saved.items(), key=lambda pair: chains.place[pair[1]]):
         if placeholder.users and all(map(fuses, readers_of(placeholder))) and chains.end_at(node):
             reader = min(placeholder.users, key=place.__getitem__)
@@ -42,10 +43,10 @@ def compute_where_read(backward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> 
 
 
 class _PointwiseChains:
-    """Chains of operators that compute number by number, from tensors that stay saved.
+    """Chains of element-wise operators, from tensors that stay saved.
 
     Args:
-        saved: placeholders of the backward half -> the nodes of the forward half that they are.
+        saved: placeholders of the backward half -> their nodes in the forward half.
     """
 
     def __init__(self, saved: Mapping[fx.Node, fx.Node]) -> None:
@@ -55,9 +56,9 @@ class _PointwiseChains:
         self.place = {node: number for number, node in enumerate(forward)}
 
     def end_at(self, node: fx.Node) -> bool:
-        """Return True if a chain makes a saved tensor, which is saved no longer, and is cheaper than to save it."""
+        """Return True, and stop saving a tensor, if a chain that computes it is cheaper."""
         sources = self._of_call(node)
-        # To save it is to write and to read it.
+        # Saving it means writing and reading it.
         if sources is None or sum(map(_bytes, sources)) > 2 * _bytes(node):
             return False
         del self._placeholders[node]
@@ -65,7 +66,7 @@ class _PointwiseChains:
         return True
 
     def insert(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """Insert the chain that makes a tensor before a call of the backward half, and return its last call."""
+        """Insert the chain that computes a tensor before a call of the backward half, and return its last call."""
         copies: dict[fx.Node, fx.Node] = {}
 
         def copy(each: fx.Node) -> fx.Node:
@@ -76,7 +77,7 @@ class _PointwiseChains:
                     copy(source)
                 with reader.graph.inserting_before(reader):
                     made = copies[each] = reader.graph.node_copy(each, copy)
-                # It belongs to its reader, and takes no time of its own.
+                # It is part of its reader, and takes no extra time.
                 made.meta["stands_for"] = ()
                 for name in ("position", "partitioner_tag"):
                     if name in reader.meta:
@@ -86,7 +87,7 @@ class _PointwiseChains:
         return copy(node)
 
     def _of(self, node: fx.Node) -> Sources | None:
-        """Return the saved tensors of which a node's tensor is computed; None if it is not."""
+        """Return the saved tensors from which a chain computes a node's tensor; None without a chain."""
         if node in self._placeholders:
             return frozenset((node,))
         if node not in self._known:

@@ -1,7 +1,7 @@
-"""Schedule of the copies to and from the host in half a program: beside compute, as far as their bytes allow.
+"""Schedule of the copies to and from the host in half a program: concurrent with compute, as far as bytes allow.
 
-A copy to the host begins when its tensor exists, and is awaited before later copies would hold too much. A copy back is
-issued ahead of its first reader, behind the waits of those that are read before it.
+A copy to the host starts when its tensor exists, and is awaited before later copies would hold too many bytes. A copy
+back is issued ahead of its first reader, after the waits of copies that are read before it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import fx
 
 from autoshard.capture.host_copies import AWAIT_COPY, START_TO_DEVICE, START_TO_HOST, TO_DEVICE, TO_HOST
 
-# At 50 GB/s a copy of so many bytes takes 11 ms: about as long as a layer of a model of 8 billion parameters computes.
+# At 50 GB/s, copying these takes 11 ms: about the compute of a layer of a model of 8 billion parameters.
 COPIED_BYTES = 512 * 2**20
 """Most bytes on a device that copies of one direction hold at once."""
 
-_AHEAD = 2  # copies of the largest size that are under way, at most: small programs hold little more than their largest
+_AHEAD = 2  # most pending copies of the largest size: small programs hold little more than their largest
 
 
 def schedule_copies(graph: fx.Graph, limit: int = COPIED_BYTES) -> None:
-    """Let the copies of half a program run beside its compute.
+    """Make the copies of half a program run concurrently with its compute.
 
     Args:
         graph: the half, whose other calls are in their final order.
@@ -33,7 +33,7 @@ def schedule_copies(graph: fx.Graph, limit: int = COPIED_BYTES) -> None:
 
 
 def _await_late(copies: Sequence[fx.Node], limit: int) -> None:
-    """Await copies to the host in their order, each where the next one would exceed the limit, or at the end."""
+    """Await copies to the host in order, each where the next one would exceed the limit, or at the end."""
     limit = _limit(copies, limit)
     pending: deque[fx.Node] = deque()
     for copy in copies:
@@ -50,14 +50,14 @@ def _start_early(copies: Sequence[fx.Node], limit: int) -> None:
     limit = _limit(copies, limit)
     waits: list[fx.Node] = []
     sizes: list[int] = []
-    first = 0  # the oldest copy that may be under way beside the next one
+    first = 0  # the oldest copy that may be pending together with the next one
     for copy in sorted(copies, key=lambda copy: min(copy.users)):
         copy.target = START_TO_DEVICE
         waits.append(_await(copy, min(copy.users)))
         sizes.append(_bytes(copy))
         while first < len(waits) - 1 and sum(sizes[first:]) > limit:
             first += 1
-        # With all earlier copies under way, the half begins with it.
+        # If all earlier copies may be pending, the half begins with it.
         place = _first_call(copy.graph) if first == 0 else waits[first - 1].next
         if place < copy:
             place.prepend(copy)
@@ -69,7 +69,7 @@ def _limit(copies: Sequence[fx.Node], limit: int) -> int:
 
 
 def _await(copy: fx.Node, place: fx.Node) -> fx.Node:
-    """Await a copy before a call, for all that reads it."""
+    """Await a copy before a call, for all of its users."""
     arguments = tuple(copy.all_input_nodes) if copy.target is START_TO_HOST else ()
     meta = _meta_at(copy, place)
     with copy.graph.inserting_before(place):

@@ -1,9 +1,9 @@
-"""Results that a compiled program never makes, since the kernels that read them compute them.
+"""Results that a compiled program never materialises, since the kernels that read them compute them.
 
-A compiler joins operators that compute number by number, and sums over their results, into kernels. What such kernels
-alone read is in no memory: every kernel computes it of tensors that are, which are held until then. The rule here is
-simpler than a compiler's: the result of an operator that computes number by number is made only if another kind of
-operator reads it, or if it is computed of many tensors. How inductor lowers graphs is in torch/_inductor/ir.py.
+A compiler fuses element-wise operators, and sums over their results, into kernels. Results read only by such kernels
+are not in memory: every kernel computes them from tensors in memory, which are held until then. The rule here is
+simpler than a compiler's: the result of an element-wise operator is materialised only if another kind of operator reads
+it, or if it is computed from many tensors. torch/_inductor/ir.py shows how inductor lowers graphs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _aten = torch.ops.aten
 # As inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`.
 _MOST_SOURCES = 8
 MOST_SHARED_SOURCES = 4
-"""Of so many tensors, at most, one is computed where it is read, if several operators read it."""
+"""Most tensors from which a result with several readers is computed where it is read."""
 
-# What torch does not tag as pointwise.
+# Element-wise operators that torch does not tag as pointwise.
 _POINTWISE = frozenset(
     getattr(_aten, name)
     for name in (
@@ -37,7 +37,7 @@ _POINTWISE = frozenset(
         *("new_zeros", "new_full", "scalar_tensor", "reshape"),
     )
 )
-# Their results are computed number by number of the operands, and of sums over them that are made.
+# Their results are computed element-wise from operands and materialised sums over these.
 _NORMS = frozenset(
     getattr(_aten, name)
     for name in (
@@ -47,26 +47,27 @@ _NORMS = frozenset(
         *("_native_batch_norm_legit_no_training", "native_batch_norm_backward"),
     )
 )
-# They are made, by the kernels that make what they read. Compiled programs reduce a copy in place.
+# Materialised, by the kernels of their operands. Compiled programs reduce a copy in place.
 _ENDS = frozenset(
     (
         *(_aten.nll_loss_forward, _aten.mse_loss, _aten.binary_cross_entropy_with_logits, _aten.var_mean, _aten.cat),
         collectives.all_reduce,
     )
 )
-# They run by themselves, and kernels may write over their results.
+# Separate kernels, whose results may be overwritten.
 _PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution))
 
 _CAT = _aten.cat.default
 join = define("join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
-"""`join(parts, dim)`: `torch.cat`, which a compiler leaves as it is.
+"""`join(parts, dim)`: `torch.cat`, opaque to compilers.
 
-Compilers write a part where it is joined as soon as it is made: a buffer of gradients would be there with the first.
+Compilers write each part into the concatenation as soon as it is computed: a buffer of gradients would be allocated
+with the first.
 """
 
 
 def keep_joins(graph: fx.Graph) -> None:
-    """Have a compiler join the parts of what a collective takes when all of them are made."""
+    """Make a compiler concatenate the operand of a collective only when all of its parts exist."""
     for node in graph.find_nodes(op="call_function", target=_CAT):
         if _is_sent(node):
             node.target = join
@@ -87,7 +88,7 @@ def _is_pointwise(op: Any) -> bool:
 
 @cache
 def _is_inlined(op: Any) -> bool:
-    """Return True if the numbers of an operator's result may be computed where they are read."""
+    """Return True if an operator's result may be computed where it is read."""
     return _is_pointwise(op) or _packet(op) in _NORMS
 
 
@@ -97,33 +98,33 @@ def _fuses(op: Any) -> bool:
 
 
 def is_made_apart(op: Any) -> bool:
-    """Return True if an operator's result is made by a call of its own, whatever reads it, but for a sum with it."""
+    """Return True if an operator's result is computed by a separate kernel, except for a sum with it."""
     return _packet(op) in _PRODUCTS or op in KERNELS
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return True for a call that computes each number of its result of a few of its operands."""
+    """Return True for a call of an element-wise operator."""
     return node.op == "call_function" and _is_pointwise(node.target)
 
 
 def fuses(call: fx.Node) -> bool:
-    """Return True if a compiler computes a call in the kernels of what it reads."""
+    """Return True if a compiler fuses a call with the kernels of its operands."""
     return call.op == "call_function" and _fuses(call.target) and not (call.target is _CAT and _is_sent(call))
 
 
 def maker(node: fx.Node) -> fx.Node:
-    """Return the call that makes a result, which is the node itself but for one of several results."""
+    """Return the call that computes a result: the node itself, or for `getitem`, its operand."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 class FusedResults:
-    """What the kernels of a compiled half compute where they read it.
+    """The results that kernels of a compiled half compute where they read them.
 
     Args:
         graph: the half.
 
     Attributes:
-        unmade: results that no memory has.
+        unmade: results that are never in memory.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -149,7 +150,7 @@ class FusedResults:
                 self.unmade.add(node)
 
     def read_by(self, call: fx.Node) -> frozenset[fx.Node]:
-        """Return the results and inputs that are in memory and that a kernel reads for a call."""
+        """Return the results and inputs in memory that a kernel reads for a call."""
         found: set[fx.Node] = set()
         for root in map(storage_root, call.all_input_nodes):
             found |= {root} if _is_collective(call) else self._sources.get(root, {root})
@@ -157,7 +158,7 @@ class FusedResults:
 
 
 def _is_added(node: fx.Node, readers: set[fx.Node]) -> bool:
-    """Return True if a product is made where a matrix is added to it, with the sum."""
+    """Return True if the only reader of a product adds a matrix to it: both are computed together."""
     if node.target is not _aten.mm.default or len(readers) != 1 or not readers <= {*node.users}:
         return False
     (reader,) = readers
@@ -165,14 +166,14 @@ def _is_added(node: fx.Node, readers: set[fx.Node]) -> bool:
 
 
 def _is_added_to(node: fx.Node) -> bool:
-    """Return True if a call adds a matrix to a product, which is made with it."""
+    """Return True if a call adds a matrix to a product, which is computed with it."""
     return node.target is _aten.add.Tensor and any(
         _is_added(source, set(readers_of(source))) for source in node.all_input_nodes
     )
 
 
 def _is_collective(node: fx.Node) -> bool:
-    # The kernel of an all-reduce makes the copy in which it reduces.
+    # The kernel of an all-reduce makes the copy that it reduces.
     namespace, packet = getattr(node.target, "namespace", ""), _packet(node.target)
     return namespace == "_c10d_functional" and packet is not collectives.all_reduce
 
@@ -187,11 +188,11 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def writes_over(call: fx.Node) -> bool:
-    """Return True if a call may write its result over a tensor of the same size that it reads last."""
+    """Return True if a call may overwrite with its result a tensor of the same size, as the last reader of it."""
     return fuses(call) and not _is_added_to(call)
 
 
 def may_be_written_over(node: fx.Node) -> bool:
-    """Return True if a kernel may write its result over this one; not over those of operators that it does not know."""
+    """Return True if a kernel may overwrite this result; never results of unknown operators."""
     call = maker(node)
     return fuses(call) or _packet(call.target) in _PRODUCTS

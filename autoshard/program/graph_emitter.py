@@ -1,6 +1,6 @@
 """Emitters of a rank's program as an FX graph: every local operator is a node with the shape of its local tensor.
 
-Where sizes are dynamic, operators are also run on tensors of symbolic sizes, which give shapes as expressions.
+With dynamic sizes, operators are also run on tensors of symbolic sizes, which give shapes as expressions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 class SymbolicShapes:
-    """Keeps for every node of a program that has dynamic sizes a fake tensor with symbols for them.
+    """Holds a fake tensor with symbolic sizes for every node of a program with dynamic sizes.
 
     Args:
         sizes: the values of the symbols in the program's own fake tensors.
@@ -79,7 +79,7 @@ class SymbolicShapes:
         return self._interned.setdefault((layout, tensor.dtype), tensor)
 
     def _leaf_key(self, value: Any) -> Any:
-        """Return what of a node or number decides the shape of an operator's results."""
+        """Return the properties of a node or number that determine the shape of an operator's results."""
         if isinstance(value, fx.Node) and value in self._tensors:
             # Tensors are interned, so equal ones have one id, and they live as long as the key.
             return id(self._tensors[value])
@@ -133,13 +133,13 @@ class SymbolicShapes:
     def _symbolic(self, expr: sympy.Expr) -> Any:
         if expr.is_Integer:
             return int(expr)
-        # Sums and products are made of their parts, so that torch sees that sizes are equal, or one a multiple.
+        # Build sums and products from their parts, so that torch can prove equality and divisibility of sizes.
         if all(part.is_integer for part in expr.args):
             if expr.is_Add:
                 return sum(self._symbolic(part) for part in expr.args)
             if expr.is_Mul:
                 return math.prod(self._symbolic(part) for part in expr.args)
-        # Everything else, such as a rounded quotient, is a symbol for torch.
+        # Anything else, such as a rounded quotient, is a symbol for torch.
         if expr not in self._symbolic_sizes:
             value = int(DynamicSize.of(expr, self.sizes))
             self._symbolic_sizes[expr], symbol = self._numbers.new(value, len(self._symbolic_sizes))
@@ -148,16 +148,16 @@ class SymbolicShapes:
 
 
 class GraphEmitter:
-    """An `Emitter` whose values are FX nodes. Shapes are found by running operators on fake tensors, equal calls once.
+    """An `Emitter` whose values are FX nodes. Operators are run on fake tensors for shapes, equal calls once.
 
     Args:
         mesh: the mesh axes.
         groups: for every axis, the name of the process group of this rank's line along it.
         mode: the fake mode that the captured graph's tensors belong to.
         home: the device of the program's tensors.
-        sizes: where sizes are dynamic, those that the fake tensors have. Numbers that depend on them stand as
-            `DynamicSize`s and `Ratio`s in the graph's arguments.
-        results: the fake tensors of calls that were run before, for emitters that share them.
+        sizes: dynamic sizes of the fake tensors. Numbers that depend on them are `DynamicSize`s and `Ratio`s in the
+            graph's arguments.
+        results: a shared cache of fake results of calls.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GraphEmitter:
         self.graph = fx.Graph()
         self.phase = "forward"
         self.home = home
-        # The count of random operators so far. Each has a number, so that it draws numbers of its own.
+        # The count of random operators so far, each with a unique stream number.
         self.streams = 0
         self._groups = tuple(groups)
         self._mode = mode
@@ -218,7 +218,7 @@ class GraphEmitter:
         return node
 
     def _in_supported_layout(self, op: Any, operand: fx.Node) -> fx.Node:
-        """Return the operand, or a copy of it in the order of memory that an operator wants."""
+        """Return the operand, or a copy of it in a memory format that an operator supports."""
         val = operand.meta["val"]
         if not isinstance(val, torch.Tensor) or supports_layout(op, val):
             return operand
@@ -240,7 +240,7 @@ class GraphEmitter:
         return self._results[key]
 
     def _item(self, node: fx.Node, index: int, val: Any) -> fx.Node | None:
-        # Numbers among the results are known before the program runs, and torch's partitioner wants tensors only.
+        # Numbers among the results are known before the program runs, and torch's partitioner requires tensors.
         if not isinstance(val, torch.Tensor):
             return None
         item = add_call(self.graph, operator.getitem, (node, index), {})
@@ -252,7 +252,7 @@ class GraphEmitter:
 
     def _finish(self, node: fx.Node, val: Any) -> None:
         node.meta["val"] = val
-        # Torch's partitioner puts nodes in the half that this tag names.
+        # Torch's partitioner puts nodes into the half named by this tag.
         node.meta["partitioner_tag"] = f"is_{self.phase}"
 
     def coordinate(self, axis: int) -> fx.Node:
@@ -284,11 +284,11 @@ class GraphEmitter:
         return device
 
     def is_contiguous(self, value: fx.Node) -> bool:
-        """Return True if the value lies row-major in memory, by the strides of the fake tensor."""
+        """Return True if the value is contiguous, by the strides of the fake tensor."""
         return bool(value.meta["val"].is_contiguous())
 
 
-# Operators that make most of a program, with one result each.
+# The most frequent operators of programs, with one result each.
 _BY_META_KERNEL = frozenset(
     {
         aten.add.Tensor,
@@ -323,9 +323,9 @@ _BY_META_KERNEL = frozenset(
 )
 
 
-# Elementwise operators whose kernels order the memory of their result as that of one argument, here by its number,
-# where torch's fake result has the order of another one. They were found by calling every elementwise operator and
-# gradient with tensors in rows and in columns.
+# Elementwise operators whose kernels give the result the memory order of one argument (its index), where torch's fake
+# result has that of another one. Found by calling every elementwise operator and gradient with row- and column-major
+# tensors.
 _ARGUMENT_OF_ORDER = dict.fromkeys(
     (
         aten.copysign.Tensor,
@@ -346,7 +346,7 @@ _ARGUMENT_OF_ORDER = dict.fromkeys(
 
 
 def _in_order_of_argument(number: int, args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor like the result of an elementwise operator, with the strides that its kernel gives it."""
+    """Return a fake tensor like the result of an elementwise operator, with the strides of its kernel."""
     tensors = [arg.expand(result.shape) for arg in (*args[number:], *args[:number]) if isinstance(arg, torch.Tensor)]
     return result.new_empty_strided(result.shape, compute_elementwise_output_strides(*tensors))
 
@@ -354,7 +354,7 @@ def _in_order_of_argument(number: int, args: Sequence[Any], result: torch.Tensor
 def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """Add the call of an operator to the end of a graph."""
     node = graph.create_node("call_function", op, name=_call_name(op))
-    # `create_node` looks through arguments for symbols, which takes longer than all else: they are set behind it.
+    # Set arguments after `create_node`, which would search them for symbols, the slowest part.
     node.args = args
     if kwargs:
         node.kwargs = kwargs
@@ -363,7 +363,7 @@ def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @functools.cache
 def _call_name(op: Any) -> str:
-    # Without capitals: torch gives a saved tensor a second name in small letters, which would keep it alive.
+    # In lower case: torch gives a saved tensor a second, lower-case name, which would keep it alive.
     return str(op.__name__).replace(".", "_").lower()
 
 
@@ -382,7 +382,7 @@ def _cache_key(argument: Any, leaf_key: Callable[[Any], Any]) -> Any:
 
 
 def _fake_key(leaf: Any) -> Any:
-    """Return what of a node or number decides shapes, strides and types of an operator's results."""
+    """Return the properties of a node or number that determine shapes, strides and types of an operator's results."""
     value = _fake(leaf)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
@@ -390,10 +390,10 @@ def _fake_key(leaf: Any) -> Any:
     return _cache_key(value, _fake_key) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-# Kernels that read their operands as if these were contiguous: other operands give an error, or numbers of other
-# elements. Torch itself hardly ever calls them so. In a rank's program an operand may come from a collective that left
-# it in another order, and its shards may have dims of length one. The sets were found by calling every operator of
-# torch's samples with operands in column order, and with strides that a dim of length one makes ambiguous.
+# Kernels that assume contiguous operands: others cause an error, or wrong elements. Torch itself hardly ever calls them
+# with others. In a rank's program an operand may have another order after a collective, and shards may have dims of
+# size 1. The sets were found by calling every operator of torch's samples with column-major operands, and with strides
+# that are ambiguous because of a dim of size 1.
 _NEEDS_CONTIGUOUS = frozenset(
     {
         aten._weight_norm_interface.default,
@@ -408,7 +408,7 @@ _NEEDS_CONTIGUOUS = frozenset(
         aten.nll_loss2d_backward.default,
     }
 )
-# The strides of images whose batch, height or width is one fit several memory formats, and the kernel mixes them up.
+# Images whose batch, height or width is 1 fit several memory formats, which the kernel confuses.
 _NEEDS_CONTIGUOUS_IMAGES_ON_CPU = frozenset({aten.native_batch_norm_backward.default})
 _NEEDS_CONTIGUOUS_LAST_DIM = frozenset(
     {
@@ -435,7 +435,7 @@ class SharesEmitter(GraphEmitter):
 
     Args:
         mesh, groups, mode, home: as for `GraphEmitter`.
-        sizes: the values of all symbols but those of shares.
+        sizes: the values of all symbols except those of shares.
         shared: the mesh axis.
     """
 
@@ -451,13 +451,13 @@ class SharesEmitter(GraphEmitter):
         self.sizes = shared.example(sizes)
         super().__init__(mesh, groups, mode, home, self.sizes)
         self.shared = shared
-        # Expressions in shares: no share replaces a block in them.
+        # Expressions in shares, in which no block is replaced.
         self._share_expressions: set[Any] = set()
-        # Nodes that depend on coordinates alone.
+        # Nodes that depend only on coordinates.
         self._coordinate_nodes: set[fx.Node] = set()
 
     def share(self, expr: Any) -> int:
-        """Return the number of a program that an expression in the symbols of shares stands for."""
+        """Return a number of the program for an expression in the symbols of shares."""
         self._share_expressions.add(expr)
         return DynamicSize.of(expr, self.sizes)
 
@@ -478,7 +478,7 @@ class SharesEmitter(GraphEmitter):
         return value if is_share else self.shared.with_share(value, self.sizes)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        # Blocks become shares before the operator is recorded.
+        # Replace blocks by shares before the operator is recorded.
         try:
             args, kwargs = fx.node.map_aggregate((args, kwargs), self._with_share)
         except ValueError as error:
@@ -487,18 +487,18 @@ class SharesEmitter(GraphEmitter):
         numbers: list[Any] = []
         fx.node.map_aggregate((args, kwargs), numbers.append)
         scaled = self.shared.is_shared(numbers)
-        # Coordinate times block, with the share in the block's place: where the rank's share begins.
+        # Coordinate times block, replaced by the start of the rank's share.
         shared_coordinates = {self.coordinate(self.shared.axis), self.host_coordinate(self.shared.axis)}
         if scaled and op == aten.mul.Tensor and args[0] in shared_coordinates:
             start = self.share(args[1].expr / self.shared.own_share * self.shared.share_before)
             return super().call(aten.full.default, [], start, dtype=torch.int64, device=self.device(args[0]))
         operands: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), operands.append)
-        # An operand that depends on coordinates alone, that on the shared axis among them, is a place of a block.
+        # An operand that depends only on coordinates, including that on the shared axis, is a position of a block.
         shared_coordinates |= self._coordinate_nodes
         coordinates = shared_coordinates.union(self._coordinates, self._host_coordinates)
         places = not shared_coordinates.isdisjoint(operands) and coordinates.issuperset(operands)
-        # A collective along the axis wants blocks of one size from all ranks.
+        # A collective along the axis requires equal blocks on all ranks.
         moves = self._groups[self.shared.axis] in (*args, *kwargs.values())
         if (places and scaled) or (moves and any(self.shared.is_shared(self.shape(node)) for node in operands)):
             raise self._unequal_shares_error(op, "it moves what lies in shares, or counts in blocks")

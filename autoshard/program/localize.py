@@ -37,7 +37,7 @@ class ProgramTensor:
         shape: global shape.
         dtype: element type.
         spec: its placements.
-        share: the local shape, where a rank holds an unequal share of a dynamic size.
+        share: the local shape, if the rank holds an unequal share of a dynamic size.
     """
 
     kind: str
@@ -60,16 +60,16 @@ class ProgramTensor:
 class LocalStep:
     """The step of one rank, forward and backward in one graph.
 
-    Dynamic sizes stand in shapes and in the graph's arguments as `DynamicSize`s.
+    Dynamic sizes are `DynamicSize`s in shapes and in the graph's arguments.
 
     Attributes:
-        graph_module: takes the `inputs` that are no tangents, then the rank's coordinates on the program's device and
-            on the host, the step's seed, and the tangents; returns the `outputs`.
+        graph_module: takes the `inputs` except tangents, then the rank's coordinates on the program's device and on
+            the host, the step's seed, and the tangents; returns the `outputs`.
         inputs: tangents last.
         outputs: forward ones first.
         shared: the axis whose ranks hold unequal shares of a dynamic size, if any.
         gradient_sources: for every gradient by name, the outputs from whose tangents it is computed.
-        former_values: names of the tensors that the step changes and on whose former values its results depend.
+        former_values: names of the changed tensors on whose former values the step's results depend.
     """
 
     graph_module: fx.GraphModule
@@ -78,7 +78,7 @@ class LocalStep:
     shared: SharedAxis | None = None
     gradient_sources: Mapping[str, frozenset[str]] = field(default_factory=dict)
     former_values: frozenset[str] = frozenset()
-    # Kept, since every step asks for them.
+    # Cached, since every step reads them.
     forward_outputs: tuple[ProgramTensor, ...] = field(init=False)
     gradients: tuple[ProgramTensor, ...] = field(init=False)
     tangents: tuple[ProgramTensor, ...] = field(init=False)
@@ -108,7 +108,7 @@ def localize(
         resharder: finds the reshards; the one that priced them.
         groups: for every mesh axis, the name of the process group of this rank's line along it.
         home: the device of the program's tensors: of this rank, or of its type.
-        sizes: where sizes are dynamic, those that stand for all; by default those of the rules.
+        sizes: representative values for dynamic sizes; by default those of the rules.
         shared: the axis whose ranks hold unequal shares, if any.
 
     Raises:
@@ -139,7 +139,7 @@ def localize(
             tensors.append(tensor)
         return tensors
 
-    # Torch's partitioner knows inputs of the forward and tangents by these names.
+    # Torch's partitioner recognises inputs of the forward and tangents by these names.
     inputs = add_inputs([source for source in flow.graph.inputs if source.kind != "tangent"], "primals")
     emit.add_rank_inputs()
     inputs += add_inputs([source for source in flow.graph.inputs if source.kind == "tangent"], "tangents")
@@ -177,7 +177,7 @@ class _JointProgram:
                 "that unevenly: plan with the same shares, or leave them out."
             )
         call = LocalCall(self.flow.rules.calls[node], rule, choices, self.flow.mesh, self.emit, operands, zeros)
-        # An operator that is run again draws from the streams of the first run; later ones count on from the largest.
+        # A rerun operator draws from the streams of the first run; later ones continue from the largest.
         streams = self.emit.streams
         self._streams[node.name] = self.emit.streams = self._streams.get(node.meta.get(RECOMPUTES, ""), streams)
         results = emit_operator(call)

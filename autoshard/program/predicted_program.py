@@ -1,7 +1,7 @@
-"""The program of some decisions as a prediction: the walk of the program itself, which adds recordings to both halves.
+"""The predicted program of some decisions: the walk of the real program, which adds recordings to both halves.
 
-A step's memory and seconds depend on every call: on temporaries of local programs, buckets of gradients, gathers that
-start early. A prediction takes a small part of the time of the program, since equal operators are recorded once.
+A step's memory and seconds depend on every call: temporaries of local programs, buckets of gradients, gathers that
+start early. A prediction takes a fraction of the time of the program, since equal operators are recorded once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.reshard.reductions import (
 )
 from autoshard.specs.layout import local_shape
 
-_TAGS = {"forward": "is_forward", "backward": "is_backward"}  # as torch's partitioner has them
+_TAGS = {"forward": "is_forward", "backward": "is_backward"}  # of torch's partitioner
 _map_arg = fx.node.map_arg
 
 
@@ -42,9 +42,9 @@ class Half:
 
     Attributes:
         graph: its calls. Nodes have in `meta`: `"val"`, the fake tensor; `"position"`, the number of the operator that
-            they belong to; `"key"`, the name of the value or copy that they are, or are made for; `"kind"`, what a
-            tensor made there is for if nothing else is known of it.
-        saved: in the backward half, placeholder -> the node of the forward half that it is.
+            they belong to; `"key"`, the name of the value or copy that they are, or are part of; `"kind"`, the default
+            purpose of tensors made there.
+        saved: in the backward half, placeholder -> its node in the forward half.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -60,7 +60,7 @@ class PredictedProgram:
         backward: the backward half.
         inputs: nodes of the step's inputs, by the names of the joint graph's placeholders.
         outputs: (kind, name) of an output -> its node, in the half that makes it.
-        unreduced: the rest of the reductions of gradients that are added up first; None without such gradients.
+        unreduced: the deferred reductions of gradients that are summed first; None without such gradients.
         compiled: True if the program that runs is compiled.
     """
 
@@ -79,15 +79,15 @@ def predict_program(
     reduced: DeferredReduction | None = None,
     compiled: bool = False,
 ) -> PredictedProgram:
-    """Return the program of some decisions, split in halves and scheduled as the program itself is.
+    """Return the predicted program of some decisions, split into halves and scheduled as the real program.
 
     Args:
         flow: the graph and the decisions.
         resharder: finds the reshards.
         programs: the recordings of operators and reshards.
-        reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
-        compiled: True if the program is compiled: it writes into no inputs, and copies to and from the host do not run
-            beside compute.
+        reduced: which gradients of parameters are summed over several runs before they are reduced, if any.
+        compiled: True if the program is compiled: it writes into no inputs, and copies to and from the host are not
+            concurrent with compute.
     """
     with outside_modes():
         halves = _PredictedHalves(flow, programs)
@@ -125,7 +125,7 @@ class _PredictedHalves:
         self._kind = "temporary"
         self._rank_inputs: list[fx.Node] = []
         self._saved_placeholders: dict[fx.Node, fx.Node] = {}
-        # The operator that a rule's own program stands for, and the calls of that program.
+        # The operator that a rule's local program replaces, and the calls of that program.
         self._local_calls: list[tuple[tuple[Any, ...], list[fx.Node]]] = []
 
     def add_placeholder(self, half: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
@@ -171,7 +171,7 @@ class _PredictedHalves:
         )
 
     def local_view(self, node: fx.Node) -> fx.Node:
-        """Return the node as this half sees it: a result of the forward half is saved for the backward half."""
+        """Return the node in this half: results of the forward half are saved for the backward half."""
         if self._phase == "forward":
             return node
         graph = self.halves["backward"].graph
@@ -188,7 +188,7 @@ class _PredictedHalves:
         return placeholder
 
     def _play(self, recording: Recording, operands: Sequence[fx.Node]) -> dict[fx.Node | None, fx.Node]:
-        """Add a recording to the half, and return the node of every node of it."""
+        """Add a recording to the half, and return the map from its nodes to those of the half."""
         given = (*operands, *self._rank_inputs) if recording.reads_rank else operands
         if self._phase == "backward":
             given = list(map(self.local_view, given))
@@ -198,7 +198,7 @@ class _PredictedHalves:
             nodes[node] = self._call(op, _map_arg(args, made), _map_arg(kwargs, made) if kwargs else kwargs, val)
         # A program that returns an operand returns the node of the half that makes it.
         nodes.update(zip(recording.inputs, operands, strict=False))
-        nodes[None] = None  # of results that the operator does not have
+        nodes[None] = None  # for missing results of the operator
         return nodes
 
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
@@ -236,7 +236,7 @@ class _PredictedHalves:
         left = {*forward.graph.nodes, *backward.graph.nodes}
         for stands_for, calls in self._local_calls:
             first = next((call for call in calls if call in left), None)
-            # The first call costs what all cost.
+            # The first call has the cost of all.
             if first is not None:
                 first.meta["stands_for"] = stands_for
         parameters = {source.name for source in self.flow.graph.inputs if source.kind == "parameter"}

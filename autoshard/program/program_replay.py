@@ -21,7 +21,7 @@ from autoshard.program.aliasing import makes_view
 from autoshard.simulate.events import COMPUTE, FROM_HOST_STREAM, TO_HOST_STREAM, Operation, link_stream
 from autoshard.specs.emitter import collectives
 
-# The operators that start a collective, and its kind. Tensors are their first argument, the group is the last.
+# Operators that start a collective -> its kind. Tensors are their first argument, the group is the last.
 COLLECTIVE_KINDS: dict[Any, str] = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_coalesced.default: "all_gather",
@@ -41,7 +41,7 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
     Args:
         cost: prices of the cluster.
         op: the operator. Other functions, such as arithmetic on sizes, cost nothing.
-        operands: the tensors that it reads, nested as they may be; their numbers are not needed.
+        operands: the tensors that it reads, possibly nested or fake.
         results: the tensors that it makes.
         args: its arguments, for the operators whose work does not follow from shapes.
     """
@@ -53,7 +53,7 @@ def kernel_seconds(cost: CostModel, op: Any, operands: object, results: object, 
     elif makes_view(op):
         return cost.view()
     work = work_of_call(op, operands, written, args)
-    # A kernel that selects reads only what it keeps.
+    # A kernel that selects reads only the selected elements.
     read = written if op is torch.ops.aten.index_select.default else operands
     return cost.compute(work.flops, bytes_of([*read, *written]), work.dtype, work.operator, work.streamed)
 
@@ -72,14 +72,14 @@ def bytes_of(value: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))
 
 
-# A compiler makes one kernel of a chain of pointwise operators, and of reductions of what they make.
-# Softmax and norms are reductions without torch's tag.
+# A compiler fuses a chain of pointwise operators, and reductions of their results, into one kernel. Softmax and norms
+# are reductions without torch's tag.
 _REDUCTIONS = ("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm")
 
 
 @functools.cache
 def is_pointwise(op: Any) -> bool:
-    """Return True if every element of the result depends only on the elements at its place."""
+    """Return True if every element of the result depends only on the elements at its position."""
     # Casts lack the tag.
     return torch.Tag.pointwise in getattr(op, "tags", ()) or op is torch.ops.aten._to_copy.default
 
@@ -107,7 +107,7 @@ def memory_operands(node: fx.Node) -> list[fx.Node] | None:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Return True if a compiled call writes its result to memory, because a call outside of its kernel reads it."""
+    """Return True if a compiled call writes its result to memory, since a call outside of its kernel reads it."""
     if not is_pointwise(node.target) or not node.users:
         return True
     return not all(_fuses_operands(user.target) for user in _users(node))
@@ -127,7 +127,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 _WAIT = collectives.wait_tensor.default
-# The link carries both directions at a time.
+# The link is full duplex.
 _COPY_STREAMS: dict[Any, str] = {START_TO_HOST: TO_HOST_STREAM, START_TO_DEVICE: FROM_HOST_STREAM}
 
 
@@ -156,7 +156,7 @@ class KernelPrices:
         return known[1]
 
     def _fused_seconds(self, node: fx.Node, read: Sequence[fx.Node]) -> float:
-        """Return what a call adds to the kernel that it is fused into: the bytes that it reads and writes."""
+        """Return the seconds that a call adds to its fused kernel, for the bytes that it reads and writes."""
         val, written = node.meta.get("val"), is_written(node)
         moved = bytes_of([source.meta.get("val") for source in read]) + (bytes_of(val) if written else 0)
         name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
@@ -167,10 +167,10 @@ class KernelPrices:
 
 
 def operations(graphs: Iterable[fx.Graph], groups: Sequence[str], prices: KernelPrices) -> list[Operation]:
-    """Return what one device runs in a step, in program order: kernels, collectives, and the waits for these.
+    """Return the operations of one device in a step, in program order: kernels, collectives, and their waits.
 
     A collective runs on the stream of its link. It starts once the kernels issued before it have ended, and the first
-    kernel behind its wait needs it.
+    kernel after its wait needs it.
 
     Args:
         graphs: the program's halves in turn, not compiled; `meta["val"]` of a node is its fake tensor.
@@ -242,7 +242,7 @@ class _Issuer:
                 self._issue(node, node.name, COMPUTE, 0.0, dispatch.view, started.get(start))
             elif target in COLLECTIVE_KINDS:
                 started[node] = self._start(node)
-                # An exchange has no wait in the program: its operator returns when the rows are there.
+                # An exchange has no wait in the program: its operator returns when the rows have arrived.
                 if target is exchange_ops.exchange.default:
                     self._issue(node, f"wait {node.name}", COMPUTE, 0.0, 0.0, started[node])
             elif target in HOST_COPIES:
@@ -260,7 +260,7 @@ class _Issuer:
         return self._issue(node, node.name, link_stream(cost.spans_hosts(sent.axis)), seconds, dispatch)
 
     def _copy(self, node: fx.Node) -> int:
-        """Issue a copy over the link to the host; a program that is compiled waits for it."""
+        """Issue a copy over the link to the host; a compiled program waits for it."""
         cost, stream = self.prices.cost, _COPY_STREAMS.get(node.target, COMPUTE)
         seconds = cost.host_copy(bytes_of(node.meta["val"]))
         return self._issue(node, node.name, stream, seconds, cost.cluster.device.dispatch.kernel)

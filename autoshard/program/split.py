@@ -1,7 +1,7 @@
-"""A program in two halves that run apart: forward, which saves tensors, and backward, which takes them.
+"""A program in two separate halves: forward, which saves tensors, and backward, which takes them.
 
-Zero-bubble schedules of pipelines also run the backward half in two parts: gradients of inputs as soon as they can,
-since the stage before waits for them, and those of parameters in idle time. Reductions of gradients are awaited when
+Zero-bubble schedules of pipelines also run the backward half in two parts: gradients of inputs as soon as possible,
+since the previous stage waits for them, and those of parameters in idle time. Reductions of gradients are awaited when
 there is nothing else to do.
 """
 
@@ -41,9 +41,9 @@ class GraphPart:
     """One part of a graph.
 
     Attributes:
-        graph: the first part returns values for the second behind its results, which takes them behind its arguments.
-        takes: places of its arguments among those of the whole graph.
-        makes: places of its results among those of the whole graph.
+        graph: the first part returns values for the second after its results, which takes them after its arguments.
+        takes: positions of its arguments among those of the whole graph.
+        makes: positions of its results among those of the whole graph.
     """
 
     graph: fx.GraphModule
@@ -52,31 +52,31 @@ class GraphPart:
 
 
 def split_by_results(whole: fx.GraphModule, first: Sequence[int]) -> tuple[GraphPart, GraphPart]:
-    """Split a graph, which returns a tuple, into all that the results at places `first` need, and the rest.
+    """Split a graph that returns a tuple into everything that the results at positions `first` need, and the rest.
 
-    Nothing is computed twice: the second part takes the values that it needs from the first.
+    Nothing is computed twice: the second part takes values from the first.
     """
     results = _results(whole)
     early = {results[place] for place in first}
     pending = list(early)
-    # The list grows while it is walked.
+    # The list grows while it is iterated.
     for node in pending:
         fresh = [source for source in node.all_input_nodes if source not in early]
         early.update(fresh)
         pending += fresh
-    # A part cannot hand over a tuple: several results of one operator go over one by one.
+    # A part cannot pass on a tuple: several results of one operator are passed one by one.
     early |= {user for node in early for user in node.users if user.target is operator.getitem}
     return _split_calls(whole, early, tuple(first))
 
 
 def split_at_waits(whole: fx.GraphModule, places: Sequence[int]) -> tuple[GraphPart, GraphPart]:
-    """Split a graph, which returns a tuple, before the waits for the last collectives of results at these places.
+    """Split a graph that returns a tuple before the waits for the last collectives of results at these positions.
 
-    The second part makes those of the results that share no collective with another result.
+    The second part returns only results that share no collective with others.
     """
     output, results = whole.graph.output_node(), _results(whole)
     ends = {place: _wait_chain(results[place]) for place in places}
-    # A result that leaves the second part takes its wait along, which may be that of a further result.
+    # Removing a result from the second part also removes its wait, which another result may need, too.
     while True:
         late = set().union(*ends.values())
         shared = {node for node in late if not late.issuperset({*node.users} - {output})}
@@ -102,14 +102,14 @@ def _wait_chain(result: fx.Node) -> set[fx.Node]:
 
 
 def _split_calls(whole: fx.GraphModule, early: Set[fx.Node], first: tuple[int, ...]) -> tuple[GraphPart, GraphPart]:
-    """Return the part that runs the calls in `early` and makes the results at places `first`, and the rest."""
+    """Return the part that runs the calls in `early` and returns the results at positions `first`, and the rest."""
     results = _results(whole)
     calls = [node for node in whole.graph.nodes if node.op == "call_function"]
     late = [node for node in calls if node not in early]
     rest = tuple(place for place in range(len(results)) if place not in first)
     read = dict.fromkeys(source for node in late for source in node.all_input_nodes)
     read |= dict.fromkeys(results[place] for place in rest)
-    # Arguments of the whole graph are not handed over: the second part takes them itself.
+    # The second part takes arguments of the whole graph itself.
     handed = [node for node in read if node in early and node.op == "call_function"]
     return (
         _extract_part(whole, [node for node in calls if node in early], (), first, handed),
@@ -124,7 +124,7 @@ def _extract_part(
     makes: tuple[int, ...],
     handed: Sequence[fx.Node],
 ) -> GraphPart:
-    """Return these nodes as a graph, which takes the placeholders that they read, and `given`."""
+    """Return a graph of these nodes, which takes the placeholders that they read, and `given`."""
     results = _results(whole)
     returned = [*(results[place] for place in makes), *handed]
     read = {*returned}.union(*(node.all_input_nodes for node in nodes))
@@ -138,7 +138,7 @@ def _extract_part(
     for node in given:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    # Constants are read by both parts.
+    # Both parts may read constants.
     for node in whole.graph.find_nodes(op="get_attr"):
         if node in read:
             copies[node] = graph.node_copy(node)
@@ -151,12 +151,12 @@ def _extract_part(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientReduction:
-    """The reduction of gradients that the backward half returns unreduced, to be added up over several runs of it.
+    """The reduction of gradients that the backward half returns unreduced, to be summed over several runs.
 
     Attributes:
-        places: the places of these gradients among all gradients of the step.
-        last: replaces the backward half, or its second part, in the last run. Its last arguments are the sums of the
-            runs before; its last results are the arguments of `end`.
+        places: positions of these gradients among all gradients of the step.
+        last: replaces the backward half, or its second part, in the last run. Its last arguments are the sums of
+            earlier runs; its last results are the arguments of `end`.
         alone: takes these gradients, or sums of them, as a list, and returns them reduced.
         end: awaits the rest of the reductions and returns those gradients; None if `last` returns all.
     """
@@ -174,13 +174,13 @@ class Halves:
     The backward graph takes its arguments as one list, which it empties: a saved tensor is freed after its last use.
 
     Attributes:
-        forward: takes the program's inputs but the tangents; returns the forward outputs and then the saved tensors.
-        backward: takes the saved tensors and the tangents; returns the gradients. None of a step without gradients.
+        forward: takes the program's inputs except tangents; returns the forward outputs and then the saved tensors.
+        backward: takes the saved tensors and the tangents; returns the gradients. None for a step without gradients.
         saved: the number of saved tensors.
-        draws: True if the program takes random numbers.
-        forward_sizes: the expressions of the numbers that the forward graph takes last.
+        draws: True if the program draws random numbers.
+        forward_sizes: the expressions of the numbers that are the last arguments of the forward graph.
         backward_sizes: those of the backward graph.
-        parts: where it is wanted, the backward graph in two: gradients of inputs, then those of parameters.
+        parts: if requested, the backward graph in two parts: gradients of inputs, then those of parameters.
         reduction: of the gradients that the backward graph returns unreduced, if any.
     """
 
@@ -206,15 +206,15 @@ def split(
     reduced: DeferredReduction | None = None,
     in_place: bool = False,
 ) -> Halves:
-    """Split a local step with torch's partitioner, and join and order its collectives.
+    """Split a local step with torch's partitioner, and join and schedule its collectives.
 
     Args:
         step: the program.
         compile: True to compile both halves by inductor, unless the data decides how many rows a rank holds. The
-            backward half then computes cheap tensors again (`cheap_saves`).
-        in_parts: True if gradients of parameters may be wanted later than those of inputs.
-        reduced: which gradients of parameters are added up over several runs before they are reduced, if any.
-        in_place: True if the forward half may write into inputs that the step changes, where there is no backward half,
+            backward half then recomputes cheap tensors (`cheap_saves`).
+        in_parts: True if gradients of parameters may be needed later than those of inputs.
+        reduced: which gradients of parameters are summed over several runs before they are reduced, if any.
+        in_place: True if the forward half may write into inputs that the step changes, if there is no backward half
             and the program is not compiled.
     """
     joint = step.graph_module
@@ -233,7 +233,7 @@ def split(
     if backward is not None:
         if reduced is not None:
             unreduced = take_reductions(backward.graph, _gradients_of(step, "parameter"), reduced)
-        # Graphs that are made of the backward half take the same numbers, so it takes them before these are made.
+        # Make numbers inputs of the backward half before other graphs are made from it, which take the same.
         if in_parts or unreduced is not None:
             taken = take_sizes(backward.graph)
         if in_parts:
@@ -242,13 +242,13 @@ def split(
             reduction = _reduction(unreduced, backward if parts is None else parts[1], compile, dynamic=bool(taken))
     backwards = [half for half in (backward, *(part.graph for part in parts or ())) if half is not None]
     for half in (forward, *backwards):
-        # Torch counts random operators as impure, and would keep dead ones.
+        # For torch, random operators are impure: it would keep dead ones.
         half.graph.eliminate_dead_code(is_impure_node=is_border)
-        # The forward half's are not joined: a loss that is kept would keep the buffer of all its neighbours.
+        # Reductions of the forward half are not joined: a stored loss would keep the whole buffer alive.
         if half is not forward:
             bucket_reductions(half.graph)
         schedule(half.graph)
-        # Compiled code knows no copies that are under way: it copies in its order.
+        # Compiled code has no concurrent copies: it copies in order.
         if not compile:
             schedule_copies(half.graph)
         # A compiler would reuse memory that a shift still reads.
@@ -276,7 +276,7 @@ def split(
 
 
 def _drop_cheap_saves(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
-    """Save no tensor that kernels of the backward half compute where they read it."""
+    """Drop saved tensors that kernels of the backward half compute where they read them."""
     results = _results(forward)
     placeholders = backward.graph.find_nodes(op="placeholder")
     saved = dict(zip(placeholders, results[outputs:], strict=False))
@@ -286,7 +286,7 @@ def _drop_cheap_saves(forward: fx.GraphModule, backward: fx.GraphModule, outputs
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph: what is done to a half leaves the step as it is, which may be split again."""
+    """Return a copy of a graph, so that changes of a half do not change the step, which may be split again."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     copied.output_node().meta = dict(graph.output_node().meta)
@@ -306,7 +306,7 @@ def _reduction(
     write_code(alone, take_list=True)
     graph = fx.GraphModule(whole, reduce_with_sums(whole.graph, unreduced, places))
     if compile:
-        # Compiled code is not split at waits: `last` does everything.
+        # Compiled code is not split at waits, so `last` does everything.
         lower_shifts(graph.graph)
         keep_joins(graph.graph)
         write_code(graph, take_list=True)
@@ -330,13 +330,13 @@ def _changed_inputs(step: LocalStep, forward: fx.GraphModule) -> Iterator[tuple[
 
 
 def _gradients_of(step: LocalStep, kind: str) -> list[int]:
-    """Return the places, among the gradients of a step, of those of one kind of input."""
+    """Return the positions, among the gradients of a step, of those of one kind of input."""
     names = {border.name for border in step.inputs if border.kind == kind}
     return [place for place, border in enumerate(step.gradients) if border.name in names]
 
 
 def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
-    """Make every number that depends on dynamic sizes an input of the graph, behind all others; return expressions."""
+    """Make every number that depends on dynamic sizes an input of the graph, after all others; return expressions."""
     last = list(graph.find_nodes(op="placeholder"))[-1]
     taken: dict[sympy.Expr, fx.Node] = {}
 
@@ -357,7 +357,7 @@ def take_sizes(graph: fx.Graph) -> tuple[sympy.Expr, ...]:
 
 
 def _is_sized_by_data(joint: fx.GraphModule) -> bool:
-    """Return True, and warn, if ranks send each other as many rows as the data says."""
+    """Return True, and warn, if ranks exchange data-dependent numbers of rows."""
     if not joint.graph.find_nodes(op="call_function", target=exchange_ops.exchange.default):
         return False
     warn_caller(

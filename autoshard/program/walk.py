@@ -1,4 +1,4 @@
-"""The walk over a joint graph that makes a rank's program of some decisions, whatever graph the program goes to."""
+"""The walk over a joint graph that makes a rank's program of some decisions, independently of the target graph."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _WAIT = collectives.wait_tensor.default
 
 
 class LocalResults(NamedTuple):
-    """The nodes that the local program of one operator leaves.
+    """The nodes of the local program of one operator.
 
     Attributes:
-        operands: the operands, their padding filled with numbers where the operator would mix it into results.
+        operands: the operands, with padding replaced where the operator would mix it into results.
         operand_zeros: for each of these, True if all padding in it is zero.
-        results: the results; None for those that the operator does not have.
+        results: the results; None for missing ones.
         zeros: for each of these, True if all padding in it is zero.
     """
 
@@ -50,7 +50,7 @@ class LocalResults(NamedTuple):
 
 
 def emit_operator(call: LocalCall) -> LocalResults:
-    """Emit an operator on the shards, or the program that its rule has in its place."""
+    """Emit an operator on the shards, or its rule's local program."""
     fill_operands(call)
     padded = padded_factors(call.rule, call.choices, call.mesh)
     results = emit_program(call)
@@ -69,7 +69,7 @@ class ProgramGraph(Protocol):
             position: the number of the operator of the joint graph that they belong to.
             phase: `"forward"` or `"backward"`.
             key: the name of the value or copy.
-            kind: `"gathered"`, `"communication"` or `"temporary"`: what a tensor that is made is for.
+            kind: `"gathered"`, `"communication"` or `"temporary"`: the purpose of tensors that are made.
         """
 
     def add_operator(self, node: fx.Node, operands: Sequence[fx.Node], zeros: Sequence[bool]) -> LocalResults:
@@ -79,23 +79,23 @@ class ProgramGraph(Protocol):
         """Add the steps of a reshard."""
 
     def add_copy(self, node: fx.Node) -> fx.Node:
-        """Add a copy of a tensor in contiguous memory."""
+        """Add a contiguous copy of a tensor."""
 
     def local_view(self, node: fx.Node) -> fx.Node:
-        """Return the node by which the phase reads a tensor, which another half may have made."""
+        """Return the node by which the current half reads a tensor, which the other half may have made."""
 
 
 class ProgramWalk:
     """Makes the program of the decisions of a plan.
 
-    Every reshard stands where its first user needs it, and every output is resharded as soon as it is made, so that
+    Every reshard is put where its first user needs it, and every output is resharded as soon as it exists, so that
     later compute hides its reduction.
 
     Args:
         flow: the graph, its rules and the decisions.
         resharder: finds the reshards; the one that priced them.
         graph: takes the calls.
-        sizes: where sizes are dynamic, those at which the program is made; empty for those of the example.
+        sizes: dynamic sizes at which the program is made; empty for those of the example.
     """
 
     def __init__(self, flow: Flow, resharder: Resharder, graph: ProgramGraph, sizes: Sizes) -> None:
@@ -113,18 +113,18 @@ class ProgramWalk:
         self._gradient_roots: set[fx.Node] = set()
         # Nodes in which all padding is zero.
         self._zero_padded: set[fx.Node] = set()
-        # Node and phase -> its tensor with zeros for padding. Backward makes its own, so that none is saved for it.
+        # Node and phase -> its tensor with zeros for padding; a copy per phase, so that none is saved for backward.
         self._zero_padded_copies: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def add_input(self, source: JointInput, node: fx.Node) -> None:
-        """Let a node be an input of the step; inputs are padded with zeros."""
+        """Register a node as an input of the step; inputs are padded with zeros."""
         if source.kind == "parameter":
             node.meta["layer"] = self.rules.parameter_layers[source.name]
         self._nodes[Value(source.node).name] = node
         self._zero_padded.add(node)
 
     def run(self) -> dict[tuple[str, str], fx.Node]:
-        """Add the whole program, whose inputs are there; return the nodes of its outputs by kind and name.
+        """Add the whole program after its inputs; return the nodes of its outputs by kind and name.
 
         Raises:
             RuleError: an operator can't run on the shards that were planned.
@@ -140,13 +140,13 @@ class ProgramWalk:
             self._position = position
             try:
                 self._add_operator(node)
-            # Of torch: shapes do not fit each other.
+            # From torch, for incompatible shapes.
             except RuntimeError as error:
                 place = node_place(node, "has no program on the shards that were planned")
                 raise RuleError(f"{place}: {error}") from error
             for value in sorted(handed_back.get(node, ())):
                 self._add_outputs(value)
-        # Tangents that are gradients as they arrive: no backward node may stand before forward ones.
+        # Outputs that are unchanged tangents, last: no backward node may precede forward ones.
         for source in inputs:
             if source.kind == "tangent":
                 self._add_outputs(Value(source.node))
@@ -166,7 +166,7 @@ class ProgramWalk:
         if rules.pin_spec(node, self.flow.mesh) is not None:
             nodes[Value(node).name] = operands[0]
             return
-        # A kernel that draws from the device's own generator would draw new numbers: its first results are used.
+        # A kernel that draws from the device's generator would draw new numbers: use its first results.
         first = rules.original_draw(node)
         if first is not None:
             rule, _ = resolve_variant(rules.rules[node], self.flow.decisions.choices[node.name])
@@ -179,7 +179,7 @@ class ProgramWalk:
         if self._zero_padded_copies:
             operands = [self._zero_padded_copies.get((operand, phase), operand) for operand in operands]
         local = self.graph.add_operator(node, operands, [operand in zero_padded for operand in operands])
-        # Operands whose padding was filled with zeros serve later operators, too.
+        # Later operators reuse operands whose padding was filled with zeros.
         for operand, filled, zero in zip(operands, local.operands, local.operand_zeros, strict=True):
             if filled is not operand and zero:
                 self._zero_padded_copies[operand, phase] = filled
@@ -191,7 +191,7 @@ class ProgramWalk:
                     zero_padded.add(result)
 
     def _copy_back(self, node: fx.Node, phase: str) -> None:
-        """Copy a value from the host, and then bring it to the spec in which the operator returns it."""
+        """Copy a value from the host, and then reshard it to the operator's result spec."""
         # A reshard runs between devices, so the copy comes first.
         (value,) = self.rules.operands[node]
         host = self._nodes[value.name]
@@ -204,7 +204,7 @@ class ProgramWalk:
         self._nodes[Value(node).name] = self._read(value, phase, self.flow.consumed_spec(node, 0))
 
     def _read(self, value: Value, phase: str, target: Spec, gradient: bool = False) -> fx.Node:
-        """Return the value in spec `target`, for an optimizer or its cast if `gradient`; equal copies are made once."""
+        """Return the value in spec `target`, for an optimizer or its cast if `gradient`; copies are shared."""
         nodes = self._nodes
         node = nodes[value.name]
         for key, source, spec in self.flow.reshards(value, phase, target):
@@ -215,7 +215,7 @@ class ProgramWalk:
         return node
 
     def _path(self, resharder: Resharder, value: Value, source: Spec, target: Spec) -> Path:
-        # The cheapest path at the rules' sizes, whatever those of this program: it is one for all sizes.
+        # The cheapest path at the rules' sizes, not this program's, so that it is the same for all sizes.
         generic = self.rules.generic if self.sizes else {}
         meta = at(value.meta, generic)
         path = resharder.path(meta.shape, meta.dtype.itemsize, source.at(generic), target.at(generic))
@@ -233,14 +233,14 @@ class ProgramWalk:
         return result
 
     def _add_outputs(self, value: Value) -> None:
-        """Reshard a value to what the step returns of it."""
+        """Reshard a value to the specs of its outputs."""
         for output in self.rules.outputs_of.get(value, ()):
             gradient = output.kind == "gradient"
             result = self._read(value, phase_of(output), self.flow.output_spec(output), gradient)
             self.outputs[output.kind, output.name] = self._unaliased_gradient(result, value) if gradient else result
 
     def _unaliased_gradient(self, gradient: fx.Node, value: Value) -> fx.Node:
-        """Return the gradient in contiguous memory of its own, since optimizers and clipping change it in place."""
+        """Return the gradient contiguous and without aliases, since optimizers and clipping change it in place."""
         self.graph.enter(self._position, "backward", value.name, "temporary")
         root = storage_root(self.graph.local_view(gradient))
         fresh = root.op != "placeholder" and root not in self._gradient_roots
@@ -254,20 +254,20 @@ class ProgramWalk:
 
 def _keeps_zeros(step: Step) -> bool:
     """Return True if a step of a reshard keeps zero padding zero, and pads with zeros."""
-    # A partial product of ranks is completed with ones.
+    # Partial products are padded with ones.
     return step.kind != "make_partial" or "P(product)" not in str(step.target)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """A local program, to be added to a graph as often as it is needed.
+    """A local program that can be added to graphs repeatedly.
 
     Attributes:
         inputs: its operands, the rank's coordinates and the seed.
         calls: the calls, in order, with operator, arguments, keyword arguments and fake tensor.
-        local: the nodes that it leaves; of a reshard, one result.
-        stand_for: the calls that are no collectives, if it is a program that a rule has in place of the operator; None
-            if it is the operator itself, or a reshard.
+        local: its nodes; for a reshard, one result.
+        stand_for: the calls that are not collectives, if it is a rule's local program; None if it is the operator
+            itself, or a reshard.
         reads_rank: True if it reads or returns the rank's coordinates or the seed.
     """
 
@@ -281,7 +281,7 @@ class Recording:
 class _Recorder(GraphEmitter):
     """An emitter whose graph is the local program of one operator or reshard.
 
-    Groups are called after their axes. A coordinate is one input, wherever it is read.
+    Groups have the names of their axes. A coordinate is one input, wherever it is read.
     """
 
     def __init__(self, programs: LocalPrograms, operands: Sequence[torch.Tensor]) -> None:
@@ -296,7 +296,7 @@ class _Recorder(GraphEmitter):
         self._seed = self.inputs[-1]
 
     def recording(self, local: LocalResults, own: bool = False) -> Recording:
-        """Return the program; `own` tells if a rule has it in place of the operator."""
+        """Return the program; `own` is True for a rule's local program."""
         nodes = [node for node in self.graph.nodes if node.op == "call_function"]
         calls = tuple((node, node.target, node.args, node.kwargs, node.meta["val"]) for node in nodes)
         computing = (node for node in nodes if node.target is not _WAIT and node.target not in COLLECTIVE_KINDS)
@@ -323,13 +323,13 @@ class LocalPrograms:
         self._by_identity: dict[Hashable, Recording] = {}
         self._empty: dict[Hashable, torch.Tensor] = {}
         self._reshards: dict[Hashable, Recording] = {}
-        # The objects that keys name by identity: another object could get the id of one that is gone.
+        # Keeps objects alive that are keyed by id, so that ids are not reused.
         self._keep_alive: list[object] = []
 
     def operator(
         self, call: OpCall, rule: Rule, choices: Choices, operands: Sequence[torch.Tensor], zeros: Sequence[bool]
     ) -> Recording:
-        """Return the local program of an operator on operands that look like these."""
+        """Return the local program of an operator on operands with these layouts."""
         identity = (id(call), id(rule), choices, tuple(zeros), tuple(map(id, operands)))
         recording = self._by_identity.get(identity)
         if recording is None:
@@ -344,7 +344,7 @@ class LocalPrograms:
         return recording
 
     def reshard(self, path: Path, value: torch.Tensor) -> Recording:
-        """Return the steps of a path on a local tensor that looks like this one."""
+        """Return the steps of a path on a local tensor with this layout."""
         key = (id(path), _layout(value))
         if key not in self._reshards:
             self._keep_alive.append(path)
@@ -354,7 +354,7 @@ class LocalPrograms:
         return self._reshards[key]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the row-major fake tensor of a shape, one for all places, so that calls on it have equal keys."""
+        """Return the contiguous fake tensor of a shape, always the same object, so that calls on it have equal keys."""
         key = (tuple(int(plain(size)) for size in shape), dtype)
         if key not in self._empty:
             with self.mode:

@@ -1,7 +1,7 @@
 """Schedule of the collectives of half a program.
 
-All-gathers of a layer's parameters are joined, and start early, so that the compute of the layers before them hides
-them. Reductions of gradients start as early as their data allows, and every collective is awaited as late as possible.
+All-gathers of a layer's parameters are joined and start early, so that the compute of earlier layers hides them.
+Reductions of gradients start as early as their data allows, and every collective is awaited as late as possible.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _COPY_OPS = frozenset(
     )
 )
 
-# The work object of NCCL holds its input, which another stream reads. An all-reduce works in place on a copy, its
-# result, so that it is none of these.
+# NCCL's work object holds its input, which another stream reads. An all-reduce is not listed: it works in place on a
+# copy, its result.
 KEEPS_INPUT = frozenset((*_GATHERS, collectives.reduce_scatter_tensor.default, collectives.all_to_all_single.default))
 """Collectives whose input stays allocated until the result is awaited."""
 
 # A layer of a model of 8 billion parameters has 416 MiB in 16 bits: it is gathered at once, during the layer before it.
-# Larger layers are gathered in several turns, of which the next one is pending.
+# Larger layers are gathered in several turns.
 GATHERED_BYTES = 512 * 2**20
-"""Most bytes of the result of one joined gather. No further one is started while half of these are pending."""
+"""Most bytes of the result of one joined gather. No other gather starts while half of these bytes are pending."""
 
 # The largest matrices of a model of 8 billion parameters have gradients of 224 MiB in 32 bits. Two of them fit: one is
-# reduced while the next one waits, so that links are busy for as long as there are gradients.
+# reduced while the next one waits, so that links are always busy.
 REDUCED_BYTES = 512 * 2**20
 """Most bytes of the inputs of reductions that are pending at once."""
 
@@ -66,7 +66,7 @@ REDUCED_BYTES = 512 * 2**20
 def schedule(graph: fx.Graph) -> None:
     """Join the gathers of half a program and order its collectives, in the same order on all ranks."""
     join_gathers(graph)
-    # Stages move before waits do: a wait is placed by its users, the later stages among them.
+    # Stages first: the place of a wait depends on its users, which include later stages.
     delay_stages(graph)
     delay_waits(graph)
     gather_ahead(graph)
@@ -82,7 +82,7 @@ _Sized = TypeVar("_Sized", bound=_HasBytes)
 
 
 def split_by_bytes(items: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
-    """Return runs of consecutive items of at most `limit` bytes together; a larger item is a run of its own."""
+    """Return runs of consecutive items of at most `limit` bytes in total; a larger item is a separate run."""
     runs: list[list[_Sized]] = []
     run_bytes = 0
     for item in items:
@@ -100,7 +100,7 @@ class _Gather:
 
     Attributes:
         node: its call.
-        depth: number of gathers, over other axes, that its operands went through before.
+        depth: number of earlier gathers, over other axes, of its operands.
     """
 
     node: fx.Node
@@ -144,7 +144,7 @@ def propagate_layers(graph: fx.Graph) -> None:
     that the tensor has in the half that makes it.
     """
     labelled = [node for node in graph.find_nodes(op="placeholder") if "layer" in node.meta]
-    # Grows while it is walked.
+    # The list grows while it is iterated.
     for node in labelled:
         for user in node.users:
             if user.target in _GATHER_PATH_OPS and "layer" not in user.meta:
@@ -155,7 +155,7 @@ def propagate_layers(graph: fx.Graph) -> None:
 def join_gathers(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
     """Join the gathers of a layer's parameters that have equal keys, up to `limit` gathered bytes.
 
-    The joined collective takes a list of tensors as they lie in memory, so that nothing is copied.
+    The joined collective takes a list of tensors, so that nothing is copied.
     """
     propagate_layers(graph)
     groups: dict[tuple[Any, ...], list[_Gather]] = {}
@@ -169,7 +169,7 @@ def join_gathers(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
 
 
 def _gathers(graph: fx.Graph) -> list[_Gather]:
-    """Return the gathers of the graph's inputs, in order; casts, views, padding, other gathers may stand between."""
+    """Return the gathers of the graph's inputs, in order, possibly after casts, views, padding and other gathers."""
     depths: dict[fx.Node, int | None] = {}
 
     def depth(node: fx.Node) -> int | None:
@@ -181,7 +181,7 @@ def _gathers(graph: fx.Graph) -> list[_Gather]:
             before = [depth(source) for source in sources]
             depths_before = [count for count in before if count is not None]
             complete = bool(sources) and len(depths_before) == len(before)
-            # Sources of a gather that was itself gathered: one more.
+            # One more after a gather.
             depths[node] = max(depths_before) + (sources[0].target in _GATHERS) if complete else None
         return depths[node]
 
@@ -194,7 +194,7 @@ def _join_gathers(graph: fx.Graph, gathers: Sequence[fx.Node]) -> None:
     first = gathers[0]
     operands = [gather.all_input_nodes[0] for gather in gathers]
     for operand in operands:
-        # The joined gather starts where the first one did; operands of later ones have to exist by then.
+        # The joined gather starts where the first one did, so operands of later ones have to exist by then.
         move_before(operand, first)
     with graph.inserting_before(first):
         joined = graph.call_function(_JOINED_GATHER, (operands, *first.args[1:]))
@@ -212,14 +212,14 @@ def gather_ahead(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
 
     A gather starts before the wait of an earlier gather over the same group, if the results between them have less
     than half of `limit` bytes and of the largest gather's. So the large gathers run one by one, and small ones do not
-    delay them. Different groups use links of their own and gather at the same time.
+    delay them. Different groups use separate links and gather at the same time.
     """
     queues: dict[tuple[int, Any], list[_Gather]] = {}
     for gather in _gathers(graph):
         if gather.wait is not None:
             queues.setdefault((gather.depth, gather.node.args[-1]), []).append(gather)
-    # A gather moves its operands' gathers along with it. The deepest go first, so that each gather of a parameter
-    # over several axes ends up a turn before the one behind it.
+    # A gather moves its operands' gathers, too. The deepest go first, so that each gather of a parameter over several
+    # axes is one turn before the gather of its result.
     for _, gathers in sorted(queues.items(), key=lambda item: -item[0][0]):
         waits = {gather: wait for gather in gathers if (wait := gather.wait) is not None}
         queue = sorted(waits, key=waits.__getitem__)
@@ -234,7 +234,7 @@ def gather_ahead(graph: fx.Graph, limit: int = GATHERED_BYTES) -> None:
 
 def move_before(node: fx.Node, place: fx.Node) -> None:
     """Move a call and the calls that it depends on before another one."""
-    # Nodes compare by position: what stands before the place is there already.
+    # Nodes compare by position.
     if node.op != "call_function" or node < place:
         return
     for source in node.all_input_nodes:
@@ -251,8 +251,8 @@ def _meta_at(meta: dict[str, Any], place: fx.Node) -> dict[str, Any]:
 def delay_stages(graph: fx.Graph) -> None:
     """Start the later stages of a gradient's reduction when the reductions of the next gradients start.
 
-    A stage waits for the one before it, and the compute behind it waits too. By the time the next gradient is ready,
-    the stage before has had time to end. The stages of the last gradients start at the end of the half.
+    A stage waits for the one before it, and so does the compute after it. By the time the next gradient is ready, the
+    previous stage has had time to end. The stages of the last gradients start at the end of the half.
     """
     output = graph.output_node()
     chains = _chains(graph, output)
@@ -268,14 +268,14 @@ def delay_stages(graph: fx.Graph) -> None:
 
 
 def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
-    """Return chains of the collectives that serve nothing but outputs, each followed by those that use its result.
+    """Return chains of collectives whose results reach outputs only, each followed by those that use its result.
 
     Chains are in the order of their first collectives. Several collectives that use one result follow each other.
     """
     reaches_outputs: dict[fx.Node, bool] = {output: True}
 
     def feeds_outputs_only(node: fx.Node) -> bool:
-        """Return True if a node reaches outputs alone, through waits, views, casts and other collectives."""
+        """Return True if a node reaches only outputs, through waits, views, casts and other collectives."""
         if node not in reaches_outputs:
             passes = node.target in _STARTS or _is_awaited(node)
             reaches_outputs[node] = passes and bool(node.users) and all(map(feeds_outputs_only, node.users))
@@ -294,10 +294,10 @@ def _chains(graph: fx.Graph, output: fx.Node) -> list[list[fx.Node]]:
 
 
 def delay_waits(graph: fx.Graph) -> None:
-    """Move every wait, and the views and casts behind it, to just before its first user."""
+    """Move every wait, with the views and casts of its result, to just before its first user."""
     for node in reversed(list(graph.nodes)):
         if _is_awaited(node) and node.users:
-            # Nodes compare by their present places, moved ones too.
+            # Nodes compare by their current positions.
             min(node.users).prepend(node)
 
 
@@ -318,16 +318,16 @@ def _source_collective(node: object) -> fx.Node | None:
 def limit_pending_reductions(graph: fx.Graph, limit: int = REDUCED_BYTES) -> None:
     """Await the oldest reductions of gradients where the inputs of the pending ones would exceed `limit` bytes.
 
-    A wait stands before the next reduction and before the copies that make its input. The limit is at most twice the
-    largest input. An input larger than the limit is pending alone.
+    A wait is put before the next reduction and the copies that make its input. The limit is at most twice the largest
+    input. An input larger than the limit is pending alone.
     """
-    # Only reductions whose input NCCL keeps: that of an all-reduce is its result, and lives on in any case.
+    # Only reductions whose input NCCL keeps: the input of an all-reduce is its result, which is always kept.
     late = {start for chain in _chains(graph, graph.output_node()) for start in chain if start.target in KEEPS_INPUT}
     limit = min(limit, 2 * max(map(_input_bytes, late), default=0))
     pending: deque[fx.Node] = deque()
     for node in sorted({*late, *(wait for start in late for wait in waits_of(start))}):
         if node.target is _WAIT:
-            # Its wait has not moved to an earlier place.
+            # Its wait is not earlier already.
             if node.all_input_nodes[0] in pending:
                 pending.remove(node.all_input_nodes[0])
         else:
@@ -343,7 +343,7 @@ def _input_bytes(start: fx.Node) -> int:
 
 
 def _place_before(start: fx.Node) -> fx.Node:
-    """Return the first of the casts and copies that stand right before a collective and make its input."""
+    """Return the first of the casts and copies right before a collective that make its input."""
     place = start
     needed = set(start.all_input_nodes)
     while place.prev in needed and place.prev.target in _COPY_OPS:

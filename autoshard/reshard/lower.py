@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @runtime_checkable
 class KnowsStrides(Protocol):
-    """An emitter that knows strides. Any other emitter copies every input of a collective to make it contiguous."""
+    """An emitter that knows strides. With any other, every input of a collective is copied to be contiguous."""
 
     def is_contiguous(self, value: Any) -> bool:
         """Return True if the value is row-major in memory."""
@@ -47,8 +47,8 @@ def lower(path: Path, value: Any, emit: Emitter, dtype: torch.dtype) -> Any:
         return value
     if not dtype.is_complex:
         return _lower_real(path, value, emit)
-    # Collectives do not take complex numbers. They move pairs of real ones, in a last dim that no axis shards.
-    # A lazy conjugate is a mark on the tensor, which pairs do not have: it is resolved first.
+    # Collectives do not take complex numbers: view them as pairs of real numbers in an unsharded last dim.
+    # Resolve lazy conjugation first, which a view as pairs does not support.
     parts = emit.call(aten.view_as_real.default, emit.call(aten.resolve_conj.default, value))
     shape = (*path.shape, 2)
     parts = _lower_real(Path(shape, path.source, path.target, path.steps), parts, emit)
@@ -67,7 +67,7 @@ class _Piece:
 
     Attributes:
         dim: the dim.
-        outer: steps of local loops of that dim above it.
+        outer: steps of the local loops outside of it in that dim.
         block, total: the share of one rank where the axis does not divide its loop; 0 otherwise.
     """
 
@@ -79,7 +79,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One step with the local shapes and the loops of its axis at either end."""
+    """One step with the local shapes and the loops of its axis before and after."""
 
     step: Step
     emit: Emitter
@@ -130,14 +130,14 @@ def _all_reduce(move: _Move, value: Any) -> Any:
     operation = _reduction(move)
     if operation != "avg":
         return all_reduce(move.emit, value, move.step.axis, operation)
-    # A sum and a division: not every backend reduces to an average.
+    # A sum and a division: not every backend supports averages.
     return _divide(move, all_reduce(move.emit, value, move.step.axis))
 
 
 def _reduce_scatter(move: _Move, value: Any) -> Any:
     assert move.target is not None
     emit, operation = move.emit, _reduction(move)
-    # The collective gives the n-th part of dim 0 to the n-th rank, so the blocks have to lie one after the other.
+    # The n-th rank gets the n-th part of dim 0, so the blocks have to be consecutive.
     value, _ = _extract(move, value, move.before, move.target)
     kind = "sum" if operation == "avg" else operation
     value = collective(emit, collectives.reduce_scatter_tensor.default, value, kind, move.size, axis=move.step.axis)
@@ -159,11 +159,11 @@ def _all_to_all(move: _Move, value: Any) -> Any:
 
 
 def _pieces_between(source: _Piece, target: _Piece, size: int) -> tuple[_Piece, _Piece]:
-    """Return the loops where an all-to-all cuts the local tensor in blocks, and where it joins received blocks."""
+    """Return the loops where an all-to-all splits the local tensor into blocks, and where it joins received blocks."""
     if source.dim != target.dim:
         return target, source
-    # Within one dim, `outer` of the inner loop counts the steps of the outer one, which is distributed meanwhile: an
-    # outer target already when blocks are joined, an outer source still when they are cut.
+    # Within one dim, `outer` of the inner loop counts the steps of the outer loop, which is distributed meanwhile: an
+    # outer target already when blocks are joined, an outer source still when they are split.
     if target.outer < source.outer:
         return target, _Piece(source.dim, source.outer // size)
     return _Piece(target.dim, target.outer // size), source
@@ -178,7 +178,7 @@ def _slice(move: _Move, value: Any) -> Any:
         return _view(emit, cut_share(emit, shares, value, opened, dim), move.after)
     value, padded = _pad(move, value, move.before, piece)
     value = _view(emit, value, _split_shape(padded, piece, move.size))
-    # `index_select` takes the coordinate as a tensor: a slice would need it as a number, another one on every rank.
+    # `index_select` takes the coordinate as a tensor; a slice would need a number, which differs between ranks.
     index = emit.call(aten.view.default, emit.coordinate(move.step.axis), [1])
     value = emit.call(aten.index_select.default, value, piece.dim + 1, index)
     return _view(emit, value, move.after)
@@ -220,13 +220,13 @@ def _split_shape(shape: Sequence[int], piece: _Piece, size: int) -> tuple[int, .
 
 
 def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
-    """Return the blocks for the ranks of the axis, one after the other in memory, and the shape of a block."""
+    """Return the blocks for the ranks of the axis, consecutive in memory, and the shape of a block."""
     emit = move.emit
     value, shape = _pad(move, value, shape, piece)
     block = (*shape[: piece.dim], shape[piece.dim] // move.size, *shape[piece.dim + 1 :])
     if math.prod(shape[: piece.dim]) * piece.outer == 1:
         value = _contiguous(emit, value)
-        # Collectives cut along dim 0: leading dims of size 1 must not hide the blocks.
+        # Collectives split along dim 0: leading dims of size 1 must not hide the blocks.
         return (value if piece.dim == 0 else _view(emit, value, (move.size, *block))), block
     value = _view(emit, value, _split_shape(shape, piece, move.size))
     front = piece.dim + 1
@@ -236,7 +236,7 @@ def _extract(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> 
 
 
 def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> Any:
-    """Join blocks that lie one after the other in memory along the loop `piece` of the axis."""
+    """Join blocks that are consecutive in memory along the loop `piece` of the axis."""
     emit = move.emit
     joined_shape = (*block[: piece.dim], block[piece.dim] * move.size, *block[piece.dim + 1 :])
     if math.prod(block[: piece.dim]) * piece.outer > 1:
@@ -250,7 +250,7 @@ def _insert(move: _Move, value: Any, block: tuple[int, ...], piece: _Piece) -> A
 
 
 def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[int, ...]]:
-    """Return the dim of a loop, and `shape`, with the steps above the loop split off as a dim if there are any."""
+    """Return the dim of a loop, and `shape`, with the steps outside of the loop, if any, as a separate dim."""
     if piece.outer == 1:
         return piece.dim, shape
     stretch = shape[piece.dim] // piece.outer
@@ -259,8 +259,7 @@ def _separate_outer(shape: tuple[int, ...], piece: _Piece) -> tuple[int, tuple[i
 
 def _pad(move: _Move, value: Any, shape: tuple[int, ...], piece: _Piece) -> tuple[Any, tuple[int, ...]]:
     """Pad every run of a loop that the axis does not divide with zeros; return the value and its shape."""
-    # The axis divides it.
-    if not piece.total:
+    if not piece.total:  # the axis divides it
         return value, shape
     dim, opened = _separate_outer(shape, piece)
     block = opened[dim] * piece.block // piece.total
@@ -293,7 +292,7 @@ def _copy(emit: Emitter, value: Any) -> Any:
 
 
 def shared_axis(emit: Emitter, axis: int, shape: tuple[int, ...]) -> EmitterWithShares | None:
-    """Return the emitter as one with shares, if a dim of the local shape is a share on this axis; None otherwise."""
+    """Return the emitter if it has shares and a dim of the local shape is a share on this axis; else None."""
     if not isinstance(emit, EmitterWithShares) or emit.shared.axis != axis:
         return None
     return emit if emit.shared.is_shared(emit.shape_with_shares(shape)) else None
@@ -333,7 +332,7 @@ def cut_share(emit: Emitter, shares: EmitterWithShares, value: Any, shape: tuple
     shared = shares.shared
     steps = shape[dim].expr / shared.whole  # type: ignore[attr-defined]
     value = emit.call(aten.view.default, value, list(shape))
-    # By indices, not by a slice: the start differs from rank to rank, and one program serves all.
+    # By indices, not by a slice, since the start differs between ranks.
     places = emit.call(aten.arange.default, shares.share(steps * shared.own_share), device=emit.device(value))
     places = emit.call(aten.add.Tensor, places, shares.share(steps * shared.share_before))
     return emit.call(aten.index_select.default, value, dim, places)

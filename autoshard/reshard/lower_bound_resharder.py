@@ -1,11 +1,11 @@
 """Lower bounds of the prices of paths, for problems with too many specs for exact prices.
 
-A spec is simplified to one token per mesh axis: the piece of a dim that the axis shards, or its pending reduction. The
-steps above a piece in the whole dim identify it, and moves of other axes do not change these. So a collective over an
-axis changes the token of that axis alone, and one small graph serves all specs of a tensor.
+A spec is simplified to one token per mesh axis: the piece of a dim that the axis shards, or its pending reduction. A
+piece is identified by the steps outside of it in the whole dim, which moves of other axes do not change. So a
+collective over an axis changes the token of that axis only, and one small graph serves all specs of a tensor.
 
-Shortest paths in this graph are never dearer than exact ones: a pair may use the placements of all other pairs, and a
-piece without a place in its dim costs no more than the cheapest piece of that dim.
+Shortest paths in this graph are never more expensive than exact ones: a pair may use the placements of all other pairs,
+and a piece without a place in its dim costs no more than the cheapest piece of that dim.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 
 _MOST_CELLS = 1 << 17
-"""Combinations of tokens above which all pieces of a dim become one token; a guess that works."""
+"""Number of combinations of tokens above which all pieces of a dim become one token."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,7 +38,7 @@ class Token:
         kind: "whole", "partial" or "shard".
         detail: the reduction if partial.
         dim: the dim if sharded, otherwise -1.
-        above: steps of the whole dim above the piece; 0 of a piece anywhere in the dim.
+        above: steps of the whole dim outside of the piece; 0 for a piece anywhere in the dim.
         share: the share of one rank where the axis does not divide the piece, otherwise 0.
     """
 
@@ -119,7 +119,7 @@ class _TokenGraph:
 
     def distances(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds between states, `[sources, targets]`."""
-        # Rows of earlier queries stay: a tensor's specs meet those of many operators.
+        # Rows of earlier queries are kept, since a tensor's specs are paired with those of many operators.
         wanted = np.array(sorted(set(sources.tolist()) - self.columns.keys()), dtype=np.int64)
         if len(wanted) or self.reached is None:
             reached = np.full((int(self.number.max()) + 1, len(wanted)), np.inf)
@@ -172,17 +172,17 @@ class LowerBoundResharder:
         by_axis = []
         for axis, size in enumerate(self.mesh.sizes):
             used = {interned.whole, *(tokens[axis] for tokens in all_tokens)}
-            # On its way, a path may shard any dim, in ways that no spec of the query has.
+            # Intermediate specs of a path may shard any dim, in ways that no spec of the query has.
             anywhere = {interned.number(Token("shard", dim=dim)) for dim in range(len(shape) if size > 1 else 0)}
             by_axis.append(interned.sort_ids(used) + interned.sort_ids(anywhere))
         if math.prod(map(len, by_axis)) > _MOST_CELLS:
             rows, columns = (
                 [tokens and tuple(map(interned.coarse, tokens)) for tokens in ends] for ends in (rows, columns)
             )
-            # Coarser tokens allow more moves, so prices can only fall: they stay lower bounds.
+            # Coarser tokens allow more moves, so prices are still lower bounds.
             by_axis = [interned.sort_ids({*map(interned.coarse, tokens)}) for tokens in by_axis]
         graph = self._graph(shape, dtype_size, tuple(by_axis))
-        # 0 bounds any price: specs without a state are priced so.
+        # Specs without a state get 0, a lower bound of any price.
         table = np.zeros((len(rows), len(columns)))
         row_places, column_places = ([at for at, tokens in enumerate(ends) if tokens] for ends in (rows, columns))
         if row_places and column_places:
@@ -212,7 +212,7 @@ class LowerBoundResharder:
     def _pieces(self, dim: int, nest: Nest) -> list[tuple[int, int]]:
         """Return the axes that shard a dim, each with the token of its piece."""
         if (dim, nest) not in self._nests:
-            # Distributed steps above the loop.
+            # Distributed steps outside of the loop.
             pieces, steps = [], Fraction(1)
             for loop in nest:
                 block, total = loop.share(self.mesh)
@@ -234,14 +234,14 @@ class LowerBoundResharder:
         number = self._number_states(tokens)
         states = np.argwhere(number >= 0)
         sharded = [np.array([token.kind == "shard" for token in by_axis]) for by_axis in tokens]
-        # The bytes of a rank depend on the set of axes that shard, one bit for each, not on their dims.
+        # The bytes of a rank depend only on the set of axes that shard (one bit each), not on their dims.
         holding = sum(sharded[axis][states[:, axis]].astype(np.int64) << axis for axis in range(self.mesh.ndim))
         holding = np.asarray(holding, dtype=np.int64).reshape(len(states))
         inner = self._inner(shape, tokens, states)
         parts = []
         for axis, size in enumerate(self.mesh.sizes):
             if size > 1:
-                # A line holds the states that differ in this axis alone: all moves over it lie within lines.
+                # A line contains the states that differ only in this axis; moves over the axis are within lines.
                 lines = np.moveaxis(number, axis, 0).reshape(len(tokens[axis]), -1)
                 kinds = np.array([[_kind(first, second) for second in tokens[axis]] for first in tokens[axis]])
                 usable = (kinds >= 0)[:, :, None] & (lines >= 0)[:, None, :] & (lines >= 0)[None, :, :]
@@ -279,10 +279,10 @@ class LowerBoundResharder:
     def _inner(
         self, shape: tuple[int, ...], tokens: tuple[tuple[Token, ...], ...], states: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Return `[states, axes]`, True where an axis's piece certainly lies inside other loops of the local tensor."""
+        """Return `[states, axes]`, True where an axis's piece is certainly inside other loops of the local tensor."""
         dims = [np.array([token.dim for token in row])[states[:, axis]] for axis, row in enumerate(tokens)]
         above = [np.array([float(token.above) for token in row])[states[:, axis]] for axis, row in enumerate(tokens)]
-        # Outside of a piece are the dims before it and the steps above it, less those that other axes distribute.
+        # Outside of a piece are the dims before it and its outer steps, less those that other axes distribute.
         inner = np.zeros(states.shape, dtype=bool)
         for axis in range(len(tokens)):
             outside = np.ones(len(states))
@@ -294,7 +294,7 @@ class LowerBoundResharder:
                 outside /= np.where(
                     (dims[other_axis] >= 0) & ((dims[other_axis] < dims[axis]) | same), float(size), 1.0
                 )
-            # 1e-9: rounding of products and quotients.
+            # 1e-9 for rounding of products and quotients.
             inner[:, axis] = (dims[axis] >= 0) & (outside > 1.0 + 1e-9)
         return inner
 
@@ -322,15 +322,15 @@ def _may_coexist(first: Token, size: int, second: Token, second_size: int) -> bo
     if not first.above or not second.above or first.share or second.share:
         return True
     (above, length), (below, _) = sorted(((first.above, size), (second.above, second_size)))
-    # The upper piece ends where the lower one may begin: then the two are different loops of the dim.
+    # True if the outer piece ends where the inner one may begin: they are different loops of the dim.
     return below % (above * length) == 0
 
 
 @compiled_when_called
 def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Shorten `reached`, `[states, columns]`, over all moves until none helps (Bellman and Ford)."""
+    """Shorten `reached`, `[states, columns]`, over all moves until none helps (Bellman-Ford)."""
     states, columns = reached.shape
-    # States that came closer in the last round: only their moves can help.
+    # States whose distance fell in the last round: only their moves can help.
     fresh = np.zeros(states, dtype=np.bool_)
     for state in range(states):
         fresh[state] = reached[state].min() < np.inf if columns else False
@@ -342,7 +342,7 @@ def _relax(source, target, seconds, reached):  # type: ignore[no-untyped-def] # 
                 continue
             start, end, price = reached[source[move]], reached[target[move]], seconds[move]
             closer = 0
-            # Without branches, so that the loop is vectorised.
+            # Branch-free, so that the loop is vectorised.
             for column in range(columns):
                 through = start[column] + price
                 closer += through < end[column]

@@ -3,7 +3,7 @@
 The path of a pair may use only the plain nests and those of its two ends, so that it depends on nothing else. Tensors
 of many dims have so many groups of specs that a graph for every two of them takes minutes. The graph of all nests
 contains the graphs of all pairs. If one of its shortest paths uses only the nests of a pair, that path is the pair's.
-The other pairs are solved again without the states that they may not use.
+The other pairs are solved separately, without the states that they may not use.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from autoshard.specs.spec import Spec
 from autoshard.units import format_bytes
 
 Extra = frozenset[tuple[int, frozenset[Nest]]]
-"""The dims, each with its nests beside the plain ones, that the paths from or to some specs may use."""
+"""The dims, each with its nests other than the plain ones, that the paths from or to some specs may use."""
 
-# Bits: groups of targets that are followed together.
+# Bits of a word: groups of targets that are propagated together.
 _WORD = 64
 
 
@@ -53,7 +53,7 @@ class PairEnds:
         rows: positions of the specs in the table of prices.
         states: the states of the specs.
         places: positions of the states in the graph.
-        groups: for every state, the position in `extras` of the nests that its paths may use beside the plain ones.
+        groups: for every state, the position in `extras` of the nests that its paths may use besides the plain ones.
         extras: these nests.
     """
 
@@ -80,7 +80,7 @@ def distances_of_pairs(
     sources: PairEnds,
     targets: PairEnds,
 ) -> NDArray[np.float64]:
-    """Return the seconds of the cheapest path of every pair that uses plain nests and those of its ends alone.
+    """Return the seconds of the cheapest path of every pair that uses only plain nests and those of its ends.
 
     Args:
         graph: the graph of all nests.
@@ -92,7 +92,7 @@ def distances_of_pairs(
     closed_to = _closed_dims(graph, plain, sources.extras), _closed_dims(graph, plain, targets.extras)
     # Lower bounds: these paths may use any nest.
     prices = distance[:, targets.places]
-    # No path at all in the larger graph means none in the smaller one.
+    # If there is no path in the larger graph, there is none in the smaller one.
     proved = np.isinf(prices)
     for first in range(0, len(targets.extras), _WORD):
         of_word = (targets.groups >= first) & (targets.groups < first + _WORD)
@@ -145,7 +145,7 @@ def _reachable_groups(
     from_source: NDArray[np.uint64],
     to_target: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Return as bits, `[sources, states]`, the groups of targets whose states alone a shortest path to a state uses."""
+    """Return as bits, `[sources, states]`, the groups of targets for which a shortest path to a state is allowed."""
     shifts = np.uint64(1) << np.arange(len(to_target), dtype=np.uint64)
     # A pair may use a state if each dim is open to one of its ends: no dim is closed to both.
     allowed = np.stack(
@@ -164,7 +164,7 @@ def _reachable_groups(
     reached = np.zeros(len(distance) * count, dtype=np.uint64)
     begin = np.arange(len(distance)) * count + sources.places
     reached[begin] = limit[begin]
-    # Bits flow along these edges until nothing changes; a state passes on only bits of groups that may use it.
+    # Propagate bits along these edges until nothing changes; a state passes on only bits of groups that may use it.
     while len(first):
         more = reached[ends] | (np.bitwise_or.reduceat(reached[start], first) & limit[ends])
         if np.array_equal(more, reached[ends]):
@@ -230,11 +230,11 @@ def _price_within(  # pragma: no cover
 Price = Callable[[str, int, int], float]
 """Seconds of a collective: kind, bytes that a rank holds before it, mesh axis."""
 
-# Distances [states, sources] computed together: 4 MiB; a guess that works.
+# Distances [states, sources] computed together: 4 MiB.
 _CHUNK_ENTRIES = 1 << 19
-# Of a key that packs kind, axis and bytes in 64 bits.
+# Bits for bytes in a key that packs kind, axis and bytes in 64 bits.
 _BYTES_BITS = 52
-# Of one graph for all pairs; a guess that works.
+# Of one graph for all pairs.
 _MOST_STATES = 1 << 12
 
 
@@ -299,16 +299,16 @@ class _PricedGraph:
 class Resharder:
     """Prices and finds paths between specs of one mesh, with a cache of its results.
 
-    A path depends on shape, element size, source and target alone, never on earlier queries: ranks that ask in
+    A path depends only on shape, element size, source and target, never on earlier queries: ranks that ask in
     different order issue the same collectives.
 
     Args:
         mesh: the mesh.
         price: seconds of a collective from its kind, the bytes a rank holds before it, and the mesh axis. Kinds are
-            those of `Step`, and "copy" for the local copy that brings bytes into the order that a collective needs.
-        gradient_price: the same for gradients on their way to the optimizer; as any other by default.
-        shared: the axis whose ranks hold unequal shares of a dynamic size, if there is one: tensors with such a dim are
-            gathered and cut on it, and moved in no other way.
+            those of `Step`, and "copy" for a local copy into the order that a collective needs.
+        gradient_price: the same for gradients on their way to the optimizer; `price` by default.
+        shared: the axis whose ranks hold unequal shares of a dynamic size, if there is one: on it, tensors with such a
+            dim are only gathered and sliced.
 
     Attributes:
         gradients: the resharder for gradients on their way to the optimizer.
@@ -321,7 +321,7 @@ class Resharder:
         self.shared = shared
         self.gradients: Resharder = self if gradient_price is None else Resharder(mesh, gradient_price, shared=shared)
         self._price = price
-        # By the keys of `_prices_of`.
+        # Keys are those of `_prices_of`.
         self._prices: dict[int, float] = {}
         self._graphs: dict[tuple[tuple[int, ...], int, frozenset[str], Extra], _PricedGraph] = {}
         self._tables: dict[object, NDArray[np.float64]] = {}
@@ -371,7 +371,7 @@ class Resharder:
         """Return the prices of all pairs, each as in the graph of the plain nests and those of its two ends."""
         table = np.full((len(sources), len(targets)), np.inf)
         for row, source in enumerate(sources):
-            # Rows routed by data can only stay as they are.
+            # Routed rows cannot be resharded.
             if source.is_routed:
                 table[row, [target is source for target in targets]] = 0.0
         sources_by, targets_by = self._group_by_extra(shape, sources), self._group_by_extra(shape, targets)
@@ -396,7 +396,7 @@ class Resharder:
         return table
 
     def _group_by_extra(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> dict[Extra, list[tuple[int, State]]]:
-        """Return positions and states of the specs that have a state, by their nests beside the plain ones."""
+        """Return positions and states of the specs that have a state, by their nests other than the plain ones."""
         groups: dict[Extra, list[tuple[int, State]]] = {}
         for position, pair in enumerate(self._states_and_extras(shape, specs)):
             if pair is not None:
@@ -405,8 +405,7 @@ class Resharder:
         return groups
 
     def _states_and_extras(self, shape: tuple[int, ...], specs: Sequence[Spec]) -> list[tuple[State, Extra] | None]:
-        """Return for every spec its state and the nests that its paths may use beside the plain ones; None without
-        a state."""
+        """Return, for every spec, its state and its extra nests; None without a state."""
         states_of_shape = self._states.setdefault(shape, {})
         for spec in specs:
             if spec not in states_of_shape:
@@ -459,7 +458,7 @@ class Resharder:
         unpacked = np.isin(graph.kind, (ALL_GATHER, ALL_TO_ALL)) & _inner(graph.source, graph.source_place, above)
         packed = np.isin(graph.kind, (REDUCE_SCATTER, ALL_TO_ALL)) & _inner(graph.target, graph.target_place, above)
         for copied, amount in ((unpacked, local_bytes[graph.target]), (packed, before)):
-            # The number of "copy", behind all others.
+            # The number of "copy", after all others.
             kinds = np.full(int(copied.sum()), len(KINDS), dtype=np.int8)
             seconds[copied] += self._prices_of(kinds, amount[copied], graph.axis[copied])
         # Unequal shares cannot be the equal blocks of these collectives.
@@ -471,7 +470,7 @@ class Resharder:
         self, kinds: NDArray[np.int8], amounts: NDArray[np.int64], axes: NDArray[np.int8]
     ) -> NDArray[np.float64]:
         """Return the prices of many collectives, calling `price` once for equal ones."""
-        # Most edges of a graph share their price: packed keys make them one call of the model each.
+        # Most edges of a graph share prices: call the model once per distinct packed key.
         keys = ((kinds.astype(np.int64) * self.mesh.ndim + axes) << _BYTES_BITS) | amounts
         distinct, inverse = np.unique(keys, return_inverse=True)
         prices = np.empty(len(distinct))
@@ -493,7 +492,7 @@ class Resharder:
                 "holds."
             )
         ends = canonical(shape, source, self.mesh), canonical(shape, target, self.mesh)
-        # Specs may differ in writing and place every element alike.
+        # Different specs may be equivalent.
         if start == end:
             return Path(shape, *ends, ())
         extra = self._extra(shape, start) | self._extra(shape, end)
@@ -519,7 +518,7 @@ class Resharder:
 
 
 def _inner(states: NDArray[np.int32], places: NDArray[np.int32], above: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return True where the axis's loop lies inside others of the local tensor: dims before it, or steps above it."""
+    """Return True where the axis's loop is inside others of the local tensor: earlier dims, or outer steps."""
     dims, outer = places[:, 0], places[:, 1]
     return np.asarray(above[states, np.maximum(dims, 0)] * outer > 1)
 
@@ -551,14 +550,14 @@ def _sweeps(priced: _PricedGraph, sources: Sequence[int]) -> list[NDArray[np.flo
     order = np.argsort(graph.by_degree)
     while True:
         closer = distance[graph.by_degree]
-        # One vectorised minimum per incoming edge, over all states that have so many.
+        # For each k, one vectorised minimum over the k-th incoming edges of all states with that many.
         for edges in graph.incoming:
             through = distance[graph.source[edges]]
             through += priced.seconds[edges, None]
             reached = closer[: len(edges)]
             np.minimum(reached, through, out=reached)
         closer = closer[order]
-        # Distances are sums in the order of their path, so a sweep that helps nothing changes no bit.
+        # Distances are sums in the order of their path, so a useless sweep changes no bit.
         if np.array_equal(closer, distance):
             return rounds
         distance = closer

@@ -1,7 +1,7 @@
 """Reductions of gradients: in buckets, each reduced by one large collective, and deferred over the runs of a step.
 
-Deferred reductions leave the backward half, so that one reduction serves the summed gradients of many runs. The last
-run adds its gradients to the sums of the others. Its compute hides the reductions, as in a single run.
+Deferred reductions are removed from the backward half, so that one reduction serves the summed gradients of many runs.
+The last run adds its gradients to the sums of the others. Its compute hides the reductions, as in a single run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _LINEAR = (
     aten.constant_pad_nd.default,
     aten.div.Scalar,
 )
-"""Operators that may follow a gradient's first reduction: linear, so that a sum of gradients may pass instead.
+"""Operators that may follow a gradient's first reduction: linear, so they also apply to a sum of gradients.
 
-So may a cast to the dtype of the parameter (`_CAST`), where the sum has the wider dtype of the two.
+A cast to the dtype of the parameter (`_CAST`) may follow, too, if the sum has the wider dtype of the two.
 """
 _CAST = aten._to_copy.default
 
 DeferredReduction = Literal["step", "microbatch"]
-"""The time to reduce gradients that are smaller once reduced: once per step, or with every microbatch.
+"""When to reduce gradients that are smaller once reduced: once per step, or with every microbatch.
 
-Other gradients are reduced once per step in either case: they take no more memory before.
+Other gradients are always reduced once per step, since they take no more memory before.
 """
 
 
@@ -67,7 +67,7 @@ class _ReductionChain:
 
     @property
     def whole(self) -> bool:
-        """True if the pieces are gathered in the end, so that the gradient may be cut anywhere."""
+        """True if the pieces are gathered in the end, so that the gradient may be split anywhere."""
         return self.stages[-1][0] is _ALL_GATHER
 
     @property
@@ -113,7 +113,7 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def is_border(node: fx.Node) -> bool:
-    """Return True if a node stays although nothing uses it: the graph is functional, so only its border does."""
+    """Return True for a placeholder or the output, which stay although nothing uses them."""
     return node.op in ("placeholder", "output")
 
 
@@ -142,12 +142,12 @@ def _reduction(node: fx.Node) -> _ReductionChain | None:
     # A gather must undo the reduce-scatter: over the same group, of the same size.
     if not stages or (gathers and gathers[0] not in scatters):
         return None
-    # A gradient with other sizes on other ranks can not share a buffer.
+    # A gradient whose size differs between ranks cannot share a buffer.
     return None if source.meta.get("dynamic") else _ReductionChain(source, node, tuple(stages))
 
 
 def _is_earlier_stage(start: fx.Node, later_stages: Sequence[tuple[Any, tuple[Any, ...]]]) -> bool:
-    """Return True if a collective may be a stage before those `behind` it: one scatter at most, a gather only last."""
+    """Return True if a collective may precede `later_stages`: at most one reduce-scatter, a gather only last."""
     if start.target is _ALL_GATHER:
         return not later_stages
     if start.target is _REDUCE_SCATTER:
@@ -161,8 +161,8 @@ def _buckets(reductions: Iterable[_ReductionChain], limit: int) -> list[list[_Re
     if len(buckets) > 1:
         before, last = buckets[-2:]
         last_bytes = sum(reduction.bytes for reduction in last)
-        # The last bucket is ready when hardly anything is left to compute. If it is tiny, the one before it ends late
-        # as well: its own last gradients move on, so that the rest starts earlier. A quarter is a guess that works.
+        # The last bucket is ready when hardly anything is left to compute. If it is tiny, the one before it ends late,
+        # too: move its last gradients to the last bucket, so that the rest starts earlier.
         while len(before) > 1 and last_bytes + before[-1].bytes <= limit // 4:
             last_bytes += before[-1].bytes
             last.insert(0, before.pop())
@@ -175,9 +175,9 @@ def _join_reductions(
     """Replace the reductions of a bucket by one reduction of a joint buffer.
 
     Args:
-        graph: is changed.
+        graph: changed in place.
         bucket: the reductions.
-        vals: the tensors without numbers that were made for the graph, by dtype and shape.
+        vals: fake tensors of the graph, by dtype and shape.
     """
 
     def val(*shape: int) -> torch.Tensor:
@@ -193,12 +193,12 @@ def _join_reductions(
         return node
 
     dtype, cuts = bucket[0].source.meta["val"].dtype, bucket[0].pieces
-    # A reduce-scatter returns the n-th row of its input to the n-th rank, so the buffer's rows hold the rows of all
-    # gradients. Where the pieces are gathered again, the cut may be anywhere: gradients lie one after the other.
+    # A reduce-scatter returns the n-th row of its input to the n-th rank, so each row of the buffer holds that row of
+    # all gradients. If the pieces are gathered again, they may be split anywhere: gradients are concatenated.
     rows = 1 if bucket[0].whole else cuts
     widths = [reduction.elements // rows for reduction in bucket]
     place = bucket[-1].source.next
-    # Calls stand behind all placeholders.
+    # Calls come after all placeholders.
     while place.op == "placeholder":
         place = place.next
     with graph.inserting_before(place):
@@ -227,7 +227,7 @@ def _join_reductions(
 
 
 def _move_behind(node: fx.Node, place: fx.Node) -> None:
-    """Move the cast of a gradient behind its new reduction, and everything that reads it behind that."""
+    """Move the cast of a gradient after its new reduction, and its users after that."""
     if node.op != "output":
         place.append(node)
         for user in list(node.users):
@@ -273,7 +273,7 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
             chains[place] = chain
     if not chains:
         return None
-    # A graph of its own: it runs once, on sums, while the backward half runs with every microbatch.
+    # A separate graph, which runs once, on sums; the backward half runs with every microbatch.
     later = fx.Graph()
     sums = {place: later.placeholder(f"sum_{place}") for place in chains}
     reductions: list[fx.Node] = []
@@ -285,7 +285,6 @@ def take_reductions(graph: fx.Graph, places: Collection[int], reduced: DeferredR
         reductions.append(_copy_chain(later, chain, total))
     later.output(tuple(reductions))
     output.args = (tuple(results),)
-    # Nothing uses the reductions any more.
     drop_unused(graph)
     return PendingReductions(later, tuple(chains))
 
@@ -299,7 +298,7 @@ def reduce_with_sums(graph: fx.Graph, unreduced: PendingReductions, places: Sequ
         places: positions of these gradients among the graph's results.
 
     Returns:
-        A graph that takes the sums behind all other inputs and returns reduced gradients. The reductions are joined
+        A graph that takes the sums after all other inputs and returns reduced gradients. The reductions are joined
         and overlap the remaining compute.
     """
     last = fx.Graph()
@@ -318,7 +317,7 @@ def reduce_with_sums(graph: fx.Graph, unreduced: PendingReductions, places: Sequ
         while end.op != "placeholder":
             chain.append(end)
             end = end.all_input_nodes[0]
-        # Right behind the gradient, so that the reduction starts as soon as it exists; never between placeholders.
+        # Right after the gradient, so that the reduction starts at once; never between placeholders.
         with last.inserting_after(border if source.op == "placeholder" else source):
             total = last.call_function(aten.add.Tensor, (before, source))
         total.meta = dict(source.meta)
@@ -328,9 +327,9 @@ def reduce_with_sums(graph: fx.Graph, unreduced: PendingReductions, places: Sequ
 
 
 def _widen(graph: fx.Graph, source: fx.Node, chain: Sequence[fx.Node]) -> fx.Node:
-    """Return a gradient before its reductions in the dtype of its sums: that to which the chain casts it, if wider.
+    """Return a gradient before its reductions in the dtype of its sums: the wider of its own and the chain's result.
 
-    A sum is rounded to the dtype of the reduction once, and not with every term.
+    So a sum is rounded to the dtype of the reduction once, not with every term.
     """
     casts = [node for node in chain if node.target is _CAST]
     dtype = source.meta["val"].dtype
@@ -339,7 +338,7 @@ def _widen(graph: fx.Graph, source: fx.Node, chain: Sequence[fx.Node]) -> fx.Nod
 
 
 def _copy_cast(graph: fx.Graph, cast: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Copy a cast, with another dtype, behind the operand `node`."""
+    """Copy a cast, with another dtype, to after the operand `node`."""
     with graph.inserting_after(node):
         copied = graph.node_copy(cast, lambda _: node)
     copied.kwargs = {**cast.kwargs, "dtype": dtype}
@@ -348,7 +347,7 @@ def _copy_cast(graph: fx.Graph, cast: fx.Node, node: fx.Node, dtype: torch.dtype
 
 
 def _copy_chain(graph: fx.Graph, chain: Sequence[fx.Node], node: fx.Node) -> fx.Node:
-    """Copy a chain of calls to another graph, behind `node`, the operand of the first; return the last copy."""
+    """Copy a chain of calls to after `node`, the operand of the first, in another graph; return the last copy."""
     for call in chain:
         with graph.inserting_after(node):
             node = graph.node_copy(call, lambda _, node=node: node)  # type: ignore[misc]
@@ -363,7 +362,7 @@ def _bucket_and_schedule(graph: fx.Graph) -> fx.Graph:
 
 
 def _reductions(result: fx.Node) -> list[fx.Node]:
-    """Return the calls that lead from a gradient's first sum over ranks to a result, and to nothing else, in order."""
+    """Return the calls from a gradient's first sum over ranks to a result, in order, if they have no other users."""
     chain: list[fx.Node] = []
     # Length of the chain from the first reduction on.
     first = 0
@@ -371,7 +370,7 @@ def _reductions(result: fx.Node) -> list[fx.Node]:
     while len(node.users) == 1 and len(node.all_input_nodes) == 1:
         if node.target in (_ALL_REDUCE, _REDUCE_SCATTER):
             if node.args[1] != "sum":
-                # Sums may not pass through other reductions, such as a maximum.
+                # Other reductions, such as a maximum, do not apply to sums.
                 break
             first = len(chain) + 1
         elif node.target not in _LINEAR and node.target is not _CAST:

@@ -1,7 +1,7 @@
 """The state graph of resharding: nodes are placements of one tensor, edges are single collectives (TensorOpt 4.2).
 
-Two placements are one collective apart depending only on the nesting of mesh axes in every dim, not on the sizes of
-the dims or on prices. So graphs consist of nests, and all shapes that divide alike share one graph.
+Whether two placements are one collective apart depends only on the nesting of mesh axes in every dim, not on sizes of
+dims or prices. So graphs consist of nests, and all shapes with the same divisibility share one graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.specs.spec import Spec
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "make_partial")
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, SLICE, MAKE_PARTIAL = range(len(KINDS))
 
-# Axes above 1 up to which all orders of axes are plain nests: their number grows with the factorial.
+# Most axes larger than 1 for which all orders of axes are plain nests: their number grows with the factorial.
 _FULL_NESTING_AXES = 3
 
 _LINEAR = frozenset({"sum", "avg"})
@@ -36,7 +36,7 @@ class ShardLoop(NamedTuple):
 
     Attributes:
         axis: the mesh axis.
-        outer: undistributed steps above it in the dim.
+        outer: undistributed steps outside of it in the dim.
         block, total: the share of one rank in lowest terms where the axis does not divide its loop (see `Segment`).
     """
 
@@ -117,7 +117,7 @@ def spec_of_state(state: State, shape: Sequence[int], mesh: MeshShape) -> Spec:
                 Segment(mesh.sizes[loop.axis], loop.axis, loop.block, loop.total),
             ]
             above = loop.outer
-        # The undistributed steps below the innermost loop are what is left of the dim.
+        # The rest of the dim is the undistributed steps inside the innermost loop.
         held, parts = held_share(nest, mesh)
         layout.append((*segments, Segment(size * held // (parts * above))))
     partial = {axis: operation for axis, operation in enumerate(state.partial) if operation is not None}
@@ -133,7 +133,7 @@ def held_share(nest: Nest, mesh: MeshShape) -> tuple[int, int]:
 def without_axis(nest: Nest, axis: int, mesh: MeshShape) -> Nest:
     """Return the nest after an all-gather over `axis`."""
     result: list[ShardLoop] = []
-    # The share of the gathered loop, whose steps are undistributed for the axes below it.
+    # The share of the gathered loop, whose steps are undistributed for the inner axes.
     block, total = 1, 1
     for loop in nest:
         if loop.axis == axis:
@@ -159,7 +159,7 @@ def plain_nests(size: int, mesh: MeshShape) -> frozenset[Nest]:
     """Return the nests that every path may use on a dim of `size`: `Shard` over any axes in any order, closed.
 
     On meshes of four axes and more, `Shard` over at most two axes in mesh order, to keep the number of states small.
-    The paths from and to specs with other nests use those too.
+    Paths from and to specs with other nests may use these, too.
     """
     # Only divisibility by products of axis sizes matters, so all sizes with one gcd share a set. All axes divide 0.
     return _plain_nests(math.gcd(size, mesh.size) if size else mesh.size, mesh)
@@ -183,9 +183,9 @@ def _plain_nests(divisor: int, mesh: MeshShape) -> frozenset[Nest]:
 
 @lru_cache(maxsize=1 << 14)
 def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
-    """Return the nests that paths to or from `nest`, on a dim of `size`, may use beside the plain ones.
+    """Return the nests that paths to or from `nest`, on a dim of `size`, may use besides the plain ones.
 
-    These are the plain nests below its outer loop, such as the 3 of a fused projection of queries, keys and values. If
+    These are the plain nests inside its outer loop, such as the 3 of a fused projection of queries, keys and values. If
     there is no such loop, they are the closure of `nest`. A plain nest needs none.
     """
     if nest in plain_nests(size, mesh):
@@ -199,7 +199,7 @@ def extra_nests(nest: Nest, size: int, mesh: MeshShape) -> frozenset[Nest]:
                 tuple(loop._replace(outer=loop.outer * outer) for loop in plain)
                 for plain in plain_nests(size // outer, mesh)
             }
-            # The same set for all nests below that loop, so that few graphs serve many specs.
+            # The same set for all nests inside that loop, so that few graphs serve many specs.
             if nest in family:
                 return frozenset(family)
     return closure([nest], mesh)
@@ -217,7 +217,7 @@ class StateGraph:
         source, target: ends of every edge, positions in `states`; `target` ascends.
         kind, axis: collective (position in `KINDS`) and mesh axis of every edge.
         source_place, target_place: `[edges, 2]`, the dim that the axis shards at either end, -1 for no dim, and the
-            undistributed steps above it.
+            undistributed steps outside of it.
         held, parts: `[states, dims]`, the share `held / parts` of every padded dim that one rank holds.
         padding: `[edges, 2]`, as a fraction, the length of all blocks of the axis at the target over that of its loop.
         by_degree: positions of all states, those with most incoming edges first.
@@ -349,8 +349,8 @@ def _moves(
     mesh: MeshShape,
 ) -> NDArray[np.int64]:
     """Return all edges that change the placement on `axis`, with the columns of `state_graph`'s table."""
-    # A collective over an axis leaves the placements on all others as they are. So its edges lie within a family:
-    # the states that become equal when the axis is gathered.
+    # A collective over an axis does not change the placements on others. So its edges are within a family: the states
+    # that become equal when the axis is gathered.
     size = mesh.sizes[axis]
     left_over: dict[object, int] = {}
 
@@ -361,7 +361,7 @@ def _moves(
     kept = [others.setdefault((partial[:axis], partial[axis + 1 :]), len(others)) for partial in partials]
     family = np.array(kept, dtype=np.int64)
     left_by_dim = _nest_values(listed, numbers, nest_after_gather, 1)[..., 0]
-    # Numbers of families are made small again after every dim, lest they overflow.
+    # Renumber families after every dim, so that numbers do not overflow.
     for column in left_by_dim.T:
         family = np.unique(family * len(left_over) + column, return_inverse=True)[1].reshape(-1)
 
@@ -402,7 +402,7 @@ def _pairs(family: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
 def _kinds(left: NDArray[np.int64], right: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Return the collective from one placement on an axis of `size` to another; -1 where no single one exists.
 
-    Columns of either side: family, reduction, dim, steps above, total of the share; -1 for no reduction and no dim.
+    Columns of both sides: family, reduction, dim, outer steps, total of the share; -1 for no reduction and no dim.
     """
     before, after = left[:, 1] >= 0, right[:, 1] >= 0
     sharded_before, sharded_after = left[:, 2] >= 0, right[:, 2] >= 0

@@ -1,21 +1,21 @@
-"""Parameters in shards that users may change between calls as they change them on one device.
+"""Sharded parameters that users may change between calls as on one device.
 
-A `PlacedTensor` is the `DTensor` of a parameter, or one computed from it. Its class sees what operators are run on it,
-since a `DTensor` loses four kinds of changes, or does them wrongly, without a word:
+A `PlacedTensor` is the `DTensor` of a parameter, or one computed from it. Its class intercepts operators, since a
+`DTensor` silently loses some changes and gets others wrong:
 
-* `p.data = value` reaches the wrapper of a `DTensor`, not the shard. Here the shard is replaced.
-* Random numbers are drawn by each rank for its shard. Here they are drawn for the whole tensor, as one device draws
-  them, and each rank keeps its part; the numbers of the first rank hold.
-* A view that cuts a sharded dim, such as `p[3]`, is a copy. Here it knows its source: what is written to the view is
-  written to the source, and each use of the view reads the source again.
-* In-place operators that do not go element by element (`tril_`, `index_fill_`, `p[rows] = value`, `out=p`), and those
-  with plain tensors among their arguments, are run on the whole tensor.
-* Numbers that the host reads, such as `p.grad.norm().item()`, are those of the whole tensor: a `DTensor` gives each
-  rank's part. Norms, extrema, truth values and counts whose parts lie on the ranks are reduced before an operator takes
-  them, of which torch has wrong rules; sums stay in parts.
+* `p.data = value` changes the wrapper of a `DTensor`, not the shard. Here it replaces the shard.
+* Each rank draws random numbers for its shard. Here they are drawn for the whole tensor, as on one device, and each
+  rank keeps its part of the numbers of the first rank.
+* A view that cuts a sharded dim, such as `p[3]`, is a copy. Here it has a source: writes to the view also write the
+  source, and each use of the view reads the source again.
+* In-place operators that are not element-wise (`tril_`, `index_fill_`, `p[rows] = value`, `out=p`), and those with
+  plain tensors among their arguments, run on the whole tensor.
+* Numbers read on the host, such as `p.grad.norm().item()`, are those of the whole tensor, where a `DTensor` gives each
+  rank's part. Partial norms, extrema, truth values and counts are reduced before operators take them, since torch's
+  rules for them are wrong; partial sums are not.
 
-Operators without a rule in torch are run on whole tensors. All other operators run as torch has them: meanwhile, the
-tensors have the class `DTensor`. All ranks make the same changes and read the same numbers, in the same order.
+Operators without a rule in torch run on whole tensors. All others are torch's, and the tensors have the class
+`DTensor` while they run. All ranks make the same changes and read the same numbers, in the same order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from autoshard.specs.spec import Spec
 
 
 class PlacedTensor(DTensor):
-    """A `DTensor` that is changed as one device changes a tensor; see the module."""
+    """A `DTensor` that can be changed as a tensor on one device; see the module."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, as that of `DTensor` does behind wrappers that take most of the time of making a tensor."""
@@ -70,7 +70,7 @@ class PlacedTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            """Show a function's operators to the class, where torch does not."""
+            """Intercept the operators of a function where torch does not."""
             with _torch.without_torch_functions():
                 if _torch.is_getter(func):
                     return func(*args, **(kwargs or {}))
@@ -79,7 +79,7 @@ class PlacedTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor outside of autograd, which shares its memory; set to a whole tensor or a `DTensor`."""
+        """The tensor outside of autograd, with the same memory; may be set to a whole tensor or a `DTensor`."""
         return _torch.data_of(self)
 
     @data.setter
@@ -88,7 +88,7 @@ class PlacedTensor(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a placed tensor, too: rows of it may be set to zero, and noise added to it."""
+        """The gradient, also a placed tensor, so that users can zero its rows or add noise to it."""
         gradient = _torch.gradient_of(self)
         if type(gradient) is DTensor:
             make_placed(gradient)
@@ -109,7 +109,7 @@ class PlacedTensor(DTensor):
         return _whole_numbers(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the numbers of the whole tensor, a copy that can't be written: the parameter would not change."""
+        """Return the numbers of the whole tensor as a read-only copy, since writes would not change the parameter."""
         array = _whole_numbers(self.detach() if force else self).numpy(force=force)  # type: ignore[arg-type]
         array.flags.writeable = False
         return array
@@ -118,7 +118,7 @@ class PlacedTensor(DTensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def __format__(self, format_spec: str) -> str:
-        # Torch's prints the object.
+        # Torch's method prints the object.
         if self.ndim == 0 and format_spec:
             return format(self.item(), format_spec)
         return super().__format__(format_spec)
@@ -126,7 +126,7 @@ class PlacedTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Return the tensor placed otherwise; `full_tensor` calls it, too."""
+        """Return the tensor with other placements; `full_tensor` calls it too."""
         if placements is None or device_mesh not in (None, self.device_mesh) or set(options) - {"async_op"}:
             return super().redistribute(device_mesh, placements, **options)
         return redistribute(self, placements, **options)
@@ -134,24 +134,24 @@ class PlacedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
         if id(self) in memo or not self.is_leaf:
             return super().__deepcopy__(memo)
-        # Torch copies the memory of the wrapper, which is none, where the shard begins within other memory.
+        # If the shard starts within other memory, torch copies the memory of the wrapper, which has none.
         memo[id(self)] = copied = make_placed(self.detach().clone())  # type: ignore[arg-type]
-        # Sizes that torch keeps there, as pointers, are those of the original.
+        # Torch keeps sizes there as pointers, which belong to the original.
         state = {key: value for key, value in self.__dict__.items() if key != _SOURCE and not _torch.is_pointer(value)}
         copied.__dict__.update(copy.deepcopy(state, memo))
         copied.requires_grad = self.requires_grad
-        if not isinstance(self, nn.Parameter):  # torch leaves the gradient of a parameter behind
+        if not isinstance(self, nn.Parameter):  # torch does not copy the gradient of a parameter
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Files have torch's own class.
+        # Files have torch's class.
         with _as_dtensors([self]):
             return self.__reduce_ex__(protocol)
 
 
 class _Operators(TorchDispatchMode):
-    """While active, runs operators on placed tensors as their class says."""
+    """While active, runs operators on placed tensors by `_run`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(type(leaf) is PlacedTensor for leaf in leaves_of(args, kwargs or {})):
@@ -169,7 +169,7 @@ _MARKS = frozenset([_SOURCE, _STAGED, _PARTS])
 
 
 def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
-    """Place every parameter of a module by `replace_parameters`, as a placed tensor that knows its name."""
+    """Replace every parameter of a module by a placed tensor with a name, through `replace_parameters`."""
     replace_parameters(module, placements, device_mesh)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
@@ -178,10 +178,10 @@ def place_parameters(module: nn.Module, placements: Mapping[str, Spec], device_m
 
 @torch.no_grad()
 def make_state_whole(module: nn.Module) -> None:
-    """Make whole what users computed from parameters and gave to the module, since programs read it so.
+    """Gather buffers and attributes that users computed from parameters, since programs read them whole.
 
-    Buffers, such as masks of pruning, are replicated in place. Attributes become plain tensors, but those that autograd
-    recorded, whose gradients no program has.
+    Buffers, such as pruning masks, are replicated in place. Attributes become plain tensors, except those that autograd
+    recorded, since programs have no gradients for them.
     """
     for buffer in module.buffers():
         if isinstance(buffer, DTensor) and not Spec(tuple(buffer.placements)).is_replicated:
@@ -193,7 +193,7 @@ def make_state_whole(module: nn.Module) -> None:
 
 
 def _replicate(tensor: DTensor) -> None:
-    """Make a tensor whole on every rank, in place."""
+    """Replicate a tensor in place."""
     mesh, replicated = tensor.device_mesh, Spec.all_replicated(tensor.device_mesh.ndim)
     whole = wrap(_gather_whole(tensor), mesh, replicated, tensor.shape, tensor.dtype)
     _torch.set_local_tensor(tensor, local_of(whole), _torch.dtensor_spec_of(whole))
@@ -214,7 +214,7 @@ def placed_as(local: Tensor, spec: _torch.DTensorSpec) -> PlacedTensor:
 
 
 def refuse_draws(parameters: Iterable[Tensor]) -> None:
-    """Refuse random numbers for parameters of which ranks of a pipeline hold others, and for what is made of them."""
+    """Refuse random numbers for parameters of a pipeline, whose ranks hold different ones, and for their results."""
     for parameter in parameters:
         parameter.__dict__[_STAGED] = True
 
@@ -229,7 +229,7 @@ def _name_of(tensor: Tensor) -> str:
 
 
 class _as_dtensors:  # noqa: N801
-    """Give placed tensors the class `DTensor` for a while, whose operators torch has."""
+    """Context in which placed tensors have the class `DTensor`, so that torch runs their operators."""
 
     def __init__(self, tensors: Sequence[DTensor]) -> None:
         self._tensors = tensors
@@ -255,7 +255,7 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 def _run(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on placed tensors."""
-    # One loop, by exact classes: fused optimizers have five tensors a parameter among their arguments.
+    # One loop, with exact classes, for speed: fused optimizers have five arguments per parameter.
     tensors, views, parts, staged = [], [], [], None
     plain: list[Tensor] = []
     numbers: list[Tensor] = []
@@ -289,7 +289,7 @@ def _run(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
         for view in views:
             _read_again(view)
         views = [view for view in views if id(view) in written]
-    # Torch refuses all else beside plain tensors: it can't tell a whole one from the rows of a rank.
+    # Torch refuses other operators with plain tensors: it can't tell a whole one from the rows of a rank.
     is_mixed = bool(plain) and (effect.writes or (func is _ROWS and not _is_recorded(tensors)))
     if parts and not (func is _STACK and not numbers and len({tensor.placements for tensor in tensors}) == 1):
         for tensor in parts:
@@ -304,8 +304,7 @@ def _run(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
             with _as_dtensors(tensors):
                 result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            # A view that torch refuses where a sharded dim is cut, an operator that it has no rule for, or pieces that
-            # it does not redistribute.
+            # A view that cuts a sharded dim, an operator without a rule, or pieces that torch can't redistribute.
             if _torch.is_mixed_tensors_error(error):
                 raise _mixed_error(func, tensors, plain) from error
             is_refusal = _torch.lacks_rule(error) or _torch.is_strided_refusal(error)
@@ -337,21 +336,21 @@ def _mixed_error(func: Any, tensors: Sequence[DTensor], plain: Sequence[Tensor])
 
 
 def _is_sum(tensor: DTensor) -> bool:
-    """Return True for a sum whose parts lie on the ranks; those of truth values and counts are no sums to operators."""
+    """Return True for a partial sum of floating or complex numbers; operators treat no others as sums."""
     placements = [placement for placement in tensor.placements if placement.is_partial()]
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return is_number and all(type(each) is Partial and each.reduce_op == "sum" for each in placements)
 
 
 def _take_whole_gradient(number: Tensor) -> None:
-    """Make the gradient of a plain number beside placed tensors plain, as of a loss to which a penalty is added."""
+    """Make a plain number's gradient a plain tensor; such a number is a loss to which a penalty is added."""
     if number.requires_grad and not number.__dict__.get(_HOOKED):
         number.__dict__[_HOOKED] = True
         number.register_hook(lambda gradient: _gather_whole(gradient) if isinstance(gradient, DTensor) else None)
 
 
 def _check_bases(func: Any, views: Sequence[PlacedTensor], written: Collection[int]) -> None:
-    """Refuse an operator that writes a list with a tensor and a view of it: each change would undo the other."""
+    """Refuse an operator that writes both a tensor and a view of it: each change would undo the other."""
     for view in views:
         base = view
         while id(view) in written and (source := base.__dict__.get(_SOURCE)) is not None:
@@ -364,7 +363,7 @@ def _check_bases(func: Any, views: Sequence[PlacedTensor], written: Collection[i
 
 
 def _gather_whole(tensor: DTensor) -> Tensor:
-    """Return the whole tensor, in memory of its own; sums of parts are added up."""
+    """Return the whole tensor in new memory, with partial sums reduced."""
     if Spec(tuple(tensor.placements)).partial_axes:
         with _as_dtensors([tensor] if isinstance(tensor, PlacedTensor) else []):
             replicated = Spec.all_replicated(tensor.device_mesh.ndim).placements
@@ -373,13 +372,13 @@ def _gather_whole(tensor: DTensor) -> Tensor:
 
 
 def _whole_numbers(tensor: PlacedTensor) -> Tensor:
-    """Return the whole tensor for the host; it requires gradients where the tensor does: torch refuses to read it."""
+    """Return the whole tensor for the host; torch refuses to read it if the tensor requires gradients."""
     _read_again(tensor)
     return _gather_whole(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _run_on_whole_tensors(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on whole tensors, and keep this rank's parts of what it writes and returns."""
+    """Run an operator on whole tensors, and keep this rank's parts of written tensors and results."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     originals = {id(leaf): leaf for leaf in leaves if isinstance(leaf, DTensor)}
     wholes = {key: _gather_whole(tensor) for key, tensor in originals.items()}
@@ -419,7 +418,7 @@ def _check_shape(func: Any, tensor: DTensor, whole: Tensor) -> None:
 
 
 def _assign(tensor: PlacedTensor, value: Any) -> None:
-    """Set `.data` of a placed tensor to a `DTensor` or a whole tensor, whose memory it shares where both lie alike."""
+    """Set `.data` of a placed tensor to a `DTensor` or a whole tensor; equal placements share memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f".data of {_name_of(tensor)} must be a tensor, not {type(value).__name__}.")
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -443,14 +442,14 @@ def _assign(tensor: PlacedTensor, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the numbers of a view come from.
+    """The source of the numbers of a view.
 
     Attributes:
-        base: the tensor that the view is of.
+        base: the base of the view.
         view: the operator that made the view; None if view and base share their shards.
-        args: its arguments behind the base.
+        args: its arguments after the base.
         kwargs: its named arguments.
-        place: the place of the view among the results.
+        place: the index of the view among the results.
     """
 
     base: PlacedTensor
@@ -478,7 +477,7 @@ def _read_again(tensor: PlacedTensor) -> None:
 
 
 def _write_to_source(tensor: PlacedTensor) -> None:
-    """Write a view that was changed to its source."""
+    """Write a changed view to its source."""
     source: _Source | None = tensor.__dict__.get(_SOURCE)
     if source is None:
         return
@@ -490,7 +489,7 @@ def _write_to_source(tensor: PlacedTensor) -> None:
 
 
 def _mark_results(effect: Effect, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Make the results placed tensors, and note the sources of views."""
+    """Make the results placed tensors, and record the sources of views."""
     base = args[0] if effect.is_view else None
     for place, leaf in enumerate(leaves_of((result,), {})):
         if type(leaf) is DTensor:

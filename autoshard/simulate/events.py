@@ -1,8 +1,8 @@
 """Replay of operations and tasks, event by event.
 
-`replay` is for one device, which issues its operations in one order on streams: it tells which communication compute
-hides. `replay_tasks` is for several ranks, each with an order of its own; communication slows down the computation of
-its ranks while both last.
+`replay` is for one device, which issues its operations in one order on streams: it shows which communication compute
+hides. `replay_tasks` is for several ranks, each with its own order; communication slows down concurrent computation
+on its ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPUTE = "compute"
 TO_HOST_STREAM = "to the host"
 FROM_HOST_STREAM = "from the host"
 _COPY_STREAMS = (TO_HOST_STREAM, FROM_HOST_STREAM)
-"""The streams of copies over the link to the host. Engines of their own run them: they slow no compute down."""
+"""The streams of copies over the link to the host. Separate copy engines run them, without slowing compute down."""
 
 
 def link_stream(spans_hosts: bool) -> str:
@@ -192,7 +192,7 @@ class _Replay:
         self.starts = [0.0] * len(tasks)
         self.ends = [math.inf] * len(tasks)
         self.waits, self.followers = _order(tasks)
-        # A heap of expected ends, outdated ones included.
+        # A heap of expected ends, including outdated entries.
         self.events: list[tuple[float, int]] = []
         # The end that is valid now.
         self.expected = [math.inf] * len(tasks)
@@ -242,8 +242,8 @@ class _Replay:
                 self._start(follower, now)
 
     def _communicate(self, task: Task, now: float, more: int) -> None:
-        """Add `more` (1 or -1) transfers on the task's ranks, whose computations go on at another rate."""
-        # A transfer of no time disturbs nothing.
+        """Add `more` (1 or -1) transfers on the task's ranks, and change the rate of their computations."""
+        # A transfer of zero seconds slows nothing down.
         for rank in task.ranks if task.seconds > 0 else ():
             rate = self._rate(rank)
             self.communicating[rank] += more
@@ -258,7 +258,7 @@ class _Replay:
         return self.slowed_rate if self.communicating[rank] else 1.0
 
     def _expect(self, index: int, now: float) -> None:
-        """Push the end of a computation at its present rate; none where communication stops it."""
+        """Push the end of a computation at its current rate; infinity where communication stops it."""
         rate = self._rate(self.tasks[index].ranks[0])
         left = self.left[index]
         self._push(index, now + left / rate if rate else now if left == 0 else math.inf)
@@ -270,7 +270,7 @@ class _Replay:
 
 
 def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
-    """Return for every task the number of tasks that must end before it, and the tasks that wait for it."""
+    """Return, for every task, the number of tasks that must end before it, and the tasks that wait for it."""
     waits = [0] * len(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     last: dict[tuple[str, tuple[int, ...]], int] = {}

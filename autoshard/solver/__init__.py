@@ -1,4 +1,4 @@
-"""Solver of problems with one choice per node, costs on nodes and edges, and a memory limit; it returns a bound too."""
+"""Solver of problems with one choice per node, costs on nodes and edges, and a memory limit; returns a bound, too."""
 
 from autoshard.solver.cost_frontier_search import CostFrontier, cost_frontier
 from autoshard.solver.incumbent import SolverProgress

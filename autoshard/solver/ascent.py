@@ -1,4 +1,4 @@
-"""The loop of message passing: a bound that rises pass by pass, and the best choice rounded on the way."""
+"""The loop of message passing: a bound that rises with every pass, and the best rounded choice."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from autoshard.solver.problem import IntArray
 from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 _PATIENCE = 20
-"""Iterations over which progress is judged, unless the caller says otherwise."""
+"""Default number of iterations over which progress is measured."""
 
 _MIN_PROGRESS = 0.05
-"""Share of the gap between the least known cost and the bound that these iterations must close to go on. With 0.02, the
-planner's problems take 5 % longer for bounds that are 0.1 % higher at most."""
+"""Share of the gap between the least known cost and the bound that these iterations must close to continue. With 0.02,
+the planner's problems take 5 % longer for bounds that are at most 0.1 % higher."""
 
 _CLOSED = 1e-9
-"""Relative distance of the bound to the least known cost at which there is nothing left to find."""
+"""Relative gap between the least known cost and the bound at which the search is complete."""
 
 
 class Ascent(ABC):
-    """Message passing that goes on where it stopped; its results stand at any time, after Ctrl-C too.
+    """Resumable message passing; its results are valid at any time, even after Ctrl-C.
 
     Args:
         chains: the messages.
@@ -32,8 +32,8 @@ class Ascent(ABC):
 
     Attributes:
         bound: no choice costs less.
-        best: the best rounded choice; None while none was allowed.
-        cost: of that choice, `inf` without one. If a lower one is set, choices that cost as much are not kept.
+        best: the best rounded choice; None before one was allowed.
+        cost: of that choice; `inf` without one. If it is set lower, only cheaper choices are kept.
         iterations: forward and backward passes so far.
     """
 
@@ -61,7 +61,7 @@ class Ascent(ABC):
 
     def iterate(self) -> None:
         """Run a forward and a backward pass."""
-        # In exact arithmetic no pass lowers the bound at the same costs; the maximum keeps rounding out of it.
+        # In exact arithmetic no pass lowers the bound at the same costs; the maximum guards against rounding.
         self.bound = max(self.bound, self._pass())
         self.iterations += 1
 
@@ -80,13 +80,13 @@ class Ascent(ABC):
         Args:
             iterations: at most.
             upper: a known cost: the search ends when the bound reaches it, or hardly approaches it.
-            close: relative distance of the bound to the least known cost at which the search ends.
-            patience: iterations in which the bound and the least known cost must come closer by a twentieth.
-            budget: no iteration starts after its end, but for the first one ever.
-            progress: called with the least cost and the highest bound so far, now and then.
+            close: relative gap between the least known cost and the bound at which the search ends.
+            patience: iterations in which this gap must close by a twentieth.
+            budget: no iteration but the very first starts after its end.
+            progress: called now and then with the least cost and the highest bound so far.
         """
         gaps: list[float] = []
-        # Progress is judged by what this run finds: an earlier choice that was better would end it too soon.
+        # Progress counts what this run finds: a better choice from an earlier run would end it too soon.
         found = inf
         for number in range(1, iterations + 1):
             target = min(upper, self.cost)

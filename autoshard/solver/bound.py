@@ -19,7 +19,7 @@ from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.trws import Messages
 
 _PATIENCE = 40
-"""Iterations in which a bound must move by a twentieth of the gap: what it drops saves more time than it takes."""
+"""Iterations in which a bound must close a twentieth of the gap: dropped strategies save more time than it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Bound:
     Attributes:
         value: no assignment of the core costs less.
         floors: per strategy, a lower bound of all assignments that use it.
-        best: the best assignment rounded meanwhile, `NO_ASSIGNMENT` if none was finite.
+        best: the best rounded assignment, `NO_ASSIGNMENT` if none was finite.
         iterations: number of forward and backward passes.
     """
 
@@ -81,14 +81,14 @@ def certify(
     budget: Budget = UNLIMITED,
     rounds: int = 12,
 ) -> CertifyResult:
-    """Improve an assignment and its bound in turn, until they meet or nothing moves.
+    """Improve an assignment and its bound in turn, until they meet or neither improves.
 
     A strategy is dropped if its floor, the bound of all assignments that use it, reaches the cost of the best
     assignment. Presolve then makes the core smaller, which tightens the next bound. A core that is narrow enough is
     solved exactly.
 
     Args:
-        core: left as it is; without dominated strategies dropped, which the start may use.
+        core: not changed; with its dominated strategies, which the start may use.
         start: a known assignment, `NO_ASSIGNMENT` if none is known.
         cap: entries of a table for the exact solve; None for no exact solve.
         budget: no further round starts after its end.
@@ -98,8 +98,7 @@ def certify(
     rest = core
     for _ in range(rounds):
         rest = presolve(rest, effort=REDUCE)
-        # Strategies were dropped only where no better assignment uses them: nothing left means that the best one is
-        # optimal.
+        # Only strategies that no better assignment uses were dropped: if none is left, the best one is optimal.
         if not rest.feasible:
             return CertifyResult(best, best.cost, None)
         solved = None if cap is None else _eliminate(rest, cap)
@@ -111,9 +110,9 @@ def certify(
         if proved >= _target(best):
             return CertifyResult(best, best.cost, None)
         improved = best
-        # An assignment far above the best one is not worth the time; a tenth is a guess that works.
+        # An assignment far above the best one is not worth the time.
         if bound.best.choices and bound.best.cost <= best.cost + abs(best.cost) * 0.1:
-            # In the whole core: the rounded assignment may be improved by strategies that were dropped from the rest.
+            # In the whole core: strategies dropped from the rest may improve the rounded assignment.
             improved = cheaper_of(best, improve(core, bound.best, budget=budget))
         progress = improved.improves(best)
         best = improved
@@ -122,7 +121,7 @@ def certify(
         target = _target(best)
         out = bound.floors >= target
         fixed = rest.forbid(out)
-        # One strategy in fifty must go for another round; a guess that works.
+        # At least one strategy in fifty must be dropped for another round.
         if budget.is_over or budget.is_close(best.cost, proved) or not (progress or out.mean() > 0.02):
             return CertifyResult(best, proved, fixed)
         rest = fixed

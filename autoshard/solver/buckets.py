@@ -1,4 +1,4 @@
-"""Buckets of an elimination: the terms that are summed when a node goes, and the buckets whose minima join them."""
+"""Buckets of an elimination: the terms summed when a node is eliminated, and the buckets whose minima are added."""
 
 from __future__ import annotations
 
@@ -54,13 +54,12 @@ def buckets(order: Sequence[int], terms: Sequence[T], scope_of: Callable[[T], Sc
         scope = sorted({node, *members}, key=place.__getitem__, reverse=True)
         result.append(Bucket(tuple(scope), tuple(by_node[number]), tuple(children[number])))
         if len(scope) > 1:
-            # The minimum is added where the next of its nodes is eliminated: the buckets form a tree, and each is
-            # summed once.
+            # The minimum is added where the next of its nodes is eliminated: the buckets form a tree.
             children[place[scope[-2]]].append(number)
     return result
 
 
 def spread(table: Entries, scope: Scope, joint: Scope) -> Entries:
-    """Return a table over `scope` as one over a scope that contains it in the same order; other axes stay last."""
+    """Reshape a table over `scope` to broadcast over `joint`, which contains it in the same order; other axes last."""
     sizes = dict(zip(scope, table.shape, strict=False))
     return table.reshape([sizes.get(node, 1) for node in joint] + list(table.shape[len(scope) :]))

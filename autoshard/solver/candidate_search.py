@@ -1,4 +1,4 @@
-"""Bounded search for the fastest of a few candidates that take long to evaluate, with a verdict on each."""
+"""Branch-and-bound search for the fastest of a few candidates that are slow to evaluate, with a verdict on each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class CandidateSearch(Generic[C]):
-    """A search over candidates in an order in which good ones come early.
+    """A search over candidates, the most promising first.
 
     Attributes:
         best: the candidate with the fastest step that is valid; None where there is none yet.
@@ -51,7 +51,7 @@ class CandidateSearch(Generic[C]):
 
         Args:
             candidates: the most promising first.
-            drop_reason: returns why a candidate is not evaluated, given what is known by then; None if it is.
+            drop_reason: returns why a candidate is not evaluated, given the results so far; None if it is.
             evaluate: sets the seconds of a candidate and `best`, or a verdict.
         """
         for candidate in candidates:
@@ -64,7 +64,7 @@ class CandidateSearch(Generic[C]):
 
         Args:
             candidate: the candidate.
-            gain: the share by which it has to be faster than the best.
+            gain: the relative gain over the best that it has to reach.
             ties: True if a candidate that is as fast may become the best.
         """
         if self.best is None:

@@ -36,15 +36,15 @@ class ChainGraph(NamedTuple):
 
     Attributes:
         nodes: per node its number of strategies, the start of its strategies among those of all nodes, and of its
-            half-edges in `around`; one record more than there are nodes. `items` is for memory, see `CoreArrays`.
+            half-edges in `around`; one extra record at the end. `items` is for memory, see `CoreArrays`.
         around: half-edges, sorted by node: the node at the other end, the start of the table in `table`, the start of
             the message to the node along this edge, and the half-edge of the same edge at the other end.
         table: tables, row-major, with the strategies of the half-edge's node as rows. Half-edges may share them.
-        details: per half-edge what a shared table needs; empty where every table stands for its edge as it is. `own`
-            and `other` are the starts in `classes` of the classes of rows and columns, `few` and `wide` their numbers
-            (those of the strategies where there are no classes). `turned` is 1 where the table has the strategies of
-            the other end as rows: large tables are laid out for one end only. `factor` multiplies the table and the sum
-            of the parts from `parts` to `end`.
+        details: per half-edge how to read a shared table; empty if every table is that of its edge. `own` and `other`
+            are the starts in `classes` of the classes of rows and columns, `few` and `wide` their numbers (those of
+            strategies where there are no classes). `turned` is 1 where the rows of the table are the strategies of the
+            other end: large tables are stored for one end only. `factor` multiplies the table and the sum of the parts
+            from `parts` to `end`.
         parts: further tables of a sum: the start in `table`, and the factor relative to that of the first table.
         classes: per strategy at an end the number of its distinct row or column.
     """
@@ -63,14 +63,14 @@ def starts(lengths: IntArray) -> IntArray:
 
 
 def link_halves(size: IntArray, ends: IntArray) -> tuple[Any, Any, IntArray]:
-    """Return the records of nodes and of half-edges without tables, and the places of half-edges.
+    """Return the records of nodes and of half-edges without tables, and the positions of half-edges.
 
     Args:
         size: strategies per node.
         ends: [edges, 2] nodes of rows and columns.
 
     Returns:
-        `nodes` and `around` of a `ChainGraph`; per edge the places in `around` of its half-edges, [edges, 2].
+        `nodes` and `around` of a `ChainGraph`; per edge the positions in `around` of its half-edges, [edges, 2].
     """
     owner = ends.ravel()
     order = np.argsort(owner, kind="stable")
@@ -91,8 +91,8 @@ def link_halves(size: IntArray, ends: IntArray) -> tuple[Any, Any, IntArray]:
 class Chains:
     """Messages on a graph, and the bound that they give.
 
-    They are never normalised, so that at any time costs = reparametrised nodes + reparametrised edges exactly, and
-    messages from anywhere give a true bound.
+    They are never normalised, so costs = reparametrised nodes + reparametrised edges exactly at any time, and any
+    messages give a valid bound.
 
     Args:
         graph: the nodes and edges.
@@ -100,8 +100,8 @@ class Chains:
 
     Attributes:
         messages: to the node of each half-edge along its edge, from its `message` on.
-        beliefs: per strategy its cost and the messages to it. After a pass back, the least of a node's beliefs is the
-            optimum of its chains, and the others the optima with each strategy.
+        beliefs: per strategy its cost plus the messages to it. After a backward pass, the least of a node's beliefs is
+            the optimum of its chains, and the others the optima with each strategy.
         value: the sum of the chains' optima after the last iteration: no assignment costs less.
     """
 
@@ -127,9 +127,9 @@ class Chains:
 
     def floors(self) -> Array:
         """Return per strategy a bound of all assignments that use it, by the last iteration."""
-        # Of the chains that do not contain the node, those that end before it have their optimum in the forward minima,
-        # those that begin after it in the backward minima, and those that an edge carries past it in the backward
-        # minimum of the edge's later node.
+        # The optima of the chains that do not contain the node: those that end before it are in the forward minima,
+        # those that begin after it in the backward minima, and those with an edge that skips it in the backward minimum
+        # of that edge's later node.
         count = len(self._minima)
         neighbour = self.graph.around["neighbour"]
         is_later = neighbour > self._owner
@@ -146,19 +146,19 @@ class Chains:
         np.add.at(crossing, earlier + 1, carried)
         np.subtract.at(crossing, later, carried)
         elsewhere = optima_before + optima_after + np.cumsum(crossing)[:-1]
-        # The bound of all assignments holds for those with the strategy too.
+        # The bound of all assignments also holds for those with the strategy.
         floors: Array = np.maximum(self.beliefs + np.repeat(elsewhere, np.diff(self.offset)), self.value)
         return floors
 
     def round(self) -> IntArray:
-        """Return a strategy per node: the best beside those of earlier nodes, by the messages of later ones."""
+        """Return a strategy per node: the best given those of earlier nodes and the messages of later ones."""
         places = np.zeros(len(self._minima), dtype=np.int64)
         _round(self.graph, self.costs, self.messages, self._widest, places)
         return places
 
 
 def subtract_rounding(bounds: Any) -> Any:
-    """Return a bound, or an array of them, less what the rounding of sums of many floats may have added."""
+    """Subtract from one or more bounds what the rounding of sums of many floats may have added."""
     return bounds * (1.0 - _ROUNDING * np.sign(bounds))
 
 
@@ -189,14 +189,14 @@ def _pass(graph, costs, messages, backward, widest, beliefs, minima):  # type: i
             for s in range(size):
                 belief[s] += message[s]
         earlier = last - first - later
-        # Kolmogorov 2006, section 3: a node lies on as many chains as it has edges on its busier side, and each of them
-        # gets an even share of its costs.
+        # Kolmogorov 2006, section 3: a node is on as many chains as it has edges on its busier side, and each of them
+        # gets an equal share of its costs.
         share = 1.0 / max(later, earlier, 1)
         smallest = np.inf
         for s in range(size):
             smallest = belief[s] if belief[s] < smallest else smallest
         minima[node] = smallest
-        # The share of the node's costs on chains that begin here; summed on the way back, these are the chains' optima.
+        # The share of the node's costs on chains that begin here; summed in the backward pass, the chains' optima.
         if earlier * share < 1.0:
             total += (1.0 - earlier * share) * smallest
         for place in range(first, last):
@@ -212,11 +212,11 @@ def _pass(graph, costs, messages, backward, widest, beliefs, minima):  # type: i
             answer = messages[around[place].message : around[place].message + size]
             scale = 1.0 / factor
             for s in range(size):
-                # The message that came along this edge is left out, lest it be counted twice. Divided by the factor
-                # here and multiplied below: the loops over the table do without it.
+                # Without the message along this edge, which would be counted twice. Divide by the factor here and
+                # multiply below, so that the loops over the table need no factor.
                 base[s] = (share * belief[s] - answer[s]) * scale if belief[s] < np.inf else np.inf
             if few < size:
-                # Equal rows cost the same for every strategy of the other node: the least of a class stands for all.
+                # Equal rows cost the same for every strategy of the other node: take the minimum per class.
                 sent[:few] = np.inf
                 for s in range(size):
                     c = graph.classes[graph.details[place].own + s]
@@ -248,7 +248,7 @@ def _pass(graph, costs, messages, backward, widest, beliefs, minima):  # type: i
                         smallest = through if through < smallest else smallest
                     least[t] = smallest
             elif parts == 0:
-                # Four rows at once: the minima are read and written a quarter as often.
+                # Four rows at once, so that minima are read and written a quarter as often.
                 for s in range(0, few - 3, 4):
                     begin = start + s * wide
                     row, row1 = table[begin : begin + wide], table[begin + wide : begin + 2 * wide]
@@ -279,7 +279,7 @@ def _pass(graph, costs, messages, backward, widest, beliefs, minima):  # type: i
                         least[t] = blended[t] if blended[t] < least[t] else least[t]
             message = messages[into : into + width]
             if wide < width:
-                # All strategies of a class of columns receive the one minimum of the class.
+                # All strategies of a class of columns get the minimum of the class.
                 for t in range(width):
                     message[t] = least[graph.classes[graph.details[place].other + t]] * factor
             else:
@@ -290,7 +290,7 @@ def _pass(graph, costs, messages, backward, widest, beliefs, minima):  # type: i
 
 @compiled_when_called
 def _round(graph, costs, messages, widest, places):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Write the best strategy of each node in order, by earlier neighbours' choices and later ones' messages."""
+    """Write the best strategy of each node in order, given earlier neighbours' choices and later ones' messages."""
     nodes, around, table = graph.nodes, graph.around, graph.table
     detailed = len(graph.details) > 0
     sums = np.empty(widest)
@@ -304,7 +304,7 @@ def _round(graph, costs, messages, widest, places):  # type: ignore[no-untyped-d
                 for s in range(size):
                     sums[s] += messages[half.message + s]
                 continue
-            # The other end's row of the table.
+            # The row of the table at the other end.
             other, chosen = around[half.reverse], places[half.neighbour]
             if not detailed:
                 row = other.table + chosen * size

@@ -1,4 +1,4 @@
-"""A problem as flat arrays, which presolve makes smaller and every method of the solver reads.
+"""A problem as flat arrays, which presolve shrinks and every method of the solver reads.
 
 A `Core` knows the presolves that made it, and maps choices for its nodes to choices for the problem and back.
 `CoreArrays` are its records for compiled loops, with the edges and memory items of every node side by side.
@@ -25,10 +25,10 @@ class PresolveStage:
 
     Attributes:
         nodes: number of nodes before.
-        kept: per remaining node, its number before.
+        kept: per remaining node, its former number.
         starts: per remaining node, the start of its row of `labels`.
-        labels: per remaining strategy, its number before among those of its node.
-        sizes: per node before, its number of strategies.
+        labels: per remaining strategy, its former number among those of its node.
+        sizes: per former node, its number of strategies.
         removed: rows (node, neighbour, neighbour, start in `choice`) in order of removal; -1 for no neighbour.
         choice: best strategies of removed nodes by those of the neighbours.
     """
@@ -88,7 +88,7 @@ class Core:
         base: per moment the memory used under any choice.
         limit: bytes at each moment; `inf` for none.
         constant: cost added to every assignment.
-        moment: per moment its number among those of the problem.
+        moment: per moment its number in the problem.
         stages: the presolves so far, in order.
         feasible: False where some node has no strategy left, or the least usage exceeds the limit.
     """
@@ -181,7 +181,7 @@ class Core:
         sequence = np.arange(self.nodes) if sequence is None else sequence
         rank = np.empty(self.nodes, dtype=np.int64)
         rank[sequence] = np.arange(self.nodes)
-        # Equal layers have equal tables. Messages look at an object once.
+        # Equal layers have equal tables, and messages process an object once.
         distinct: dict[tuple[tuple[int, ...], bytes], Array] = {}
         edges = []
         for (source, target), table in zip(rank[self.ends].tolist(), self.tables, strict=True):
@@ -192,13 +192,13 @@ class Core:
         return Problem(tuple(vectors[node] for node in sequence.tolist()), tuple(edges))
 
     def expand(self, places: IntArray, origin: Core | None = None) -> IntArray:
-        """Return the choice for the problem, or for the core that this one was made from, that a choice stands for."""
+        """Map a choice back to the problem, or to the core `origin` that this one was made from."""
         for stage in reversed(self.stages[len(origin.stages) if origin else 0 :]):
             places = stage.expand(places)
         return places
 
     def contract(self, places: IntArray, origin: Core | None = None) -> IntArray:
-        """Return the choice for this core that a choice for the problem, or for an earlier core, contains."""
+        """Map a choice for the problem, or for the core `origin`, to this core."""
         for stage in self.stages[len(origin.stages) if origin else 0 :]:
             places = stage.contract(places)
         return places
@@ -221,11 +221,11 @@ class Core:
         return replace(self, cost=np.where(strategies, np.inf, self.cost))
 
     def restrict(self, alive: Mask, removed: IntArray = _NO_ROWS, choice: IntArray = _NO_CHOICES) -> Core:
-        """Return the core with only some strategies; nodes without any go.
+        """Return the core with only some strategies; nodes without any are removed.
 
         Args:
             alive: per strategy True if it stays.
-            removed, choice: how the choices of the nodes that go follow from others, see `PresolveStage`.
+            removed, choice: how choices of removed nodes follow from others, see `PresolveStage`.
         """
         owner = self.owner
         size = np.bincount(owner[alive], minlength=self.nodes)
@@ -236,7 +236,7 @@ class Core:
         rows = [labels[low:high] for low, high in pairwise(begins.tolist())]
         whole = (size == self.size).tolist()
         start = starts(size[self.ends].prod(1))
-        # Each part is written where it stays: on large problems most of the time goes to fresh memory.
+        # Write each part to its final place: on large problems, most time goes to allocation of memory.
         table = np.empty(int(start[-1]))
         for begin, (source, target), old in zip(start.tolist(), self.ends.tolist(), self.tables, strict=False):
             part = old if whole[source] and whole[target] else old[rows[source][:, None], rows[target]]
@@ -294,7 +294,7 @@ class CoreArrays(NamedTuple):
 
     Attributes:
         nodes: per node its number of strategies, the start of its strategies in `cost`, of its half-edges in `around`
-            and of its items in `items`; one record more than there are nodes.
+            and of its items in `items`; one extra record at the end.
         around: half-edges, sorted by node, as in `ChainGraph`.
         items: memory items, sorted by node: the moments [low, high), and the start of the usages in `usage`.
         cost: as in `Core`.
@@ -321,7 +321,7 @@ class CoreArrays(NamedTuple):
         around["table"] = starts(core.size[owner] * core.size[around["neighbour"]])[:-1]
         items = np.zeros(len(core.low), dtype=CORE_ITEM)
         items["low"], items["high"], items["start"] = core.low, core.high, core.usage_start
-        # Twice the memory, so that loops read rows in sequence from either end.
+        # Both orders, so that loops read rows sequentially from either end.
         table = np.empty(2 * core.cells)
         begins = around["table"][places].tolist()
         shapes = core.size[core.ends].tolist()

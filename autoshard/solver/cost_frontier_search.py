@@ -1,4 +1,4 @@
-"""The cost frontier of a problem: all assignments with the best trades of memory for time (TensorOpt, section 3)."""
+"""The Pareto frontier of a problem's memory and time (the cost frontier of TensorOpt, section 3)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CELLS = 60_000
 _ROUNDS = 4
 
 _LARGEST = 300_000
-"""Most entries of a comparison of all pairs of a node's strategies on one edge; larger nodes stay as they are."""
+"""Most entries of a comparison of all pairs of a node's strategies on one edge; larger nodes are not reduced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostFrontier:
-    """Assignments none of which another one beats in both memory and time.
+    """The Pareto-optimal assignments in memory and time.
 
     Attributes:
         memory: sum of the usages of each [points], ascending.
         time: sum of the costs of each [points], descending.
         assignments: strategy of every node [points, nodes].
         gap: a proved bound: for every assignment, one here takes no more memory and at most (1 + gap) times its time.
-            0.0 for the exact frontier, `inf` (no guarantee) where nodes were fixed by heuristic.
-        fixed_nodes: number of nodes that were fixed by heuristic.
+            0.0 for the exact frontier, `inf` (no guarantee) where nodes were fixed heuristically.
+        fixed_nodes: number of nodes that were fixed heuristically.
     """
 
     memory: Array
@@ -61,17 +61,17 @@ def cost_frontier(
 ) -> CostFrontier:
     """Return the frontier of time (the sum of all node and edge costs) and memory (the sum of all usages).
 
-    Intervals and the limit of the problem play no part: the caller chooses the moment of the step by the usages.
+    Intervals and the limit of the problem are ignored: the caller chooses the moment of the step by the usages.
 
     Args:
         problem: with usages; infinite costs forbid.
         method: the order of eliminations: `"ldp"` runs along the graph from one end (FT-LDP), `"elimination"` keeps
             both ends to the last (FT-Elimination). Both find the same frontier; see `frontier_order`.
-        epsilon: share of its time by which a point may be slower than the exact frontier at its memory. The search
+        epsilon: relative amount by which a point may be slower than the exact frontier at its memory. The search
             ignores points that are closer than that to known ones.
         limit: partial assignments that one combination of strategies may have for every gap between known points,
-            whatever epsilon promises (`CostFrontier.gap` is the result). None for as many as it takes.
-        edge_usages: per edge a table like its costs, of the memory that both strategies take together.
+            whatever epsilon promises (`CostFrontier.gap` is the result). None for no limit.
+        edge_usages: per edge a table like its costs, of the memory for both strategies together.
         cells: combinations of strategies that one table may hold. If eliminating a node needs more, its strategy is
             fixed: the frontiers with the strategies of the fastest plan, the leanest plan and one between are merged.
 
@@ -79,7 +79,7 @@ def cost_frontier(
         SolverError: no usages; an epsilon below zero, a limit below one, an unknown method, or edge usages that do not
             fit.
 
-    Source: TensorOpt 3.2, Algorithms 1 to 3; bounding and thinning are ours.
+    Source: TensorOpt 3.2, Algorithms 1 to 3; without bounding and thinning.
     """
     usages = _check_arguments(problem, method, epsilon, limit, edge_usages)
     search = _CostFrontierSearch(problem, usages, edge_usages, method, epsilon, limit, cells)
@@ -89,10 +89,10 @@ def cost_frontier(
     if not fixed:
         points, within = search.track(kept, eliminated)
         return CostFrontier(points.memory, points.time, points.assignments, within, 0)
-    # The frontier of the problem without the tables that are too large: one for every choice of the fixed nodes.
+    # Merge the frontiers of several choices of the fixed nodes.
     frontier = None
-    # Three settings of the fixed nodes: their own frontier is lost, the two ends and a middle remain (a heuristic, as
-    # TensorOpt fixes nodes that it cannot eliminate).
+    # Three choices of the fixed nodes, the two ends and a middle (a heuristic, as TensorOpt fixes nodes that it cannot
+    # eliminate).
     for guide in search.guides():
         narrow = list(kept)
         for node in fixed:
@@ -134,7 +134,7 @@ class _CostFrontierSearch:
     cells: int
 
     def order(self, kept: Sequence[IntArray]) -> EliminationOrder:
-        """Return the elimination order of nodes with these strategies; a node of one strategy decides nothing."""
+        """Return the elimination order of the nodes with more than one of these strategies."""
         neighbours: dict[int, set[int]] = {node: set() for node, strategies in enumerate(kept) if len(strategies) > 1}
         for edge in self.problem.edges:
             if edge.source in neighbours and edge.target in neighbours:
@@ -178,8 +178,7 @@ class _CostFrontierSearch:
             yield Costs(tuple(ends), time.reshape(shape), memory.reshape(shape))
 
     def guides(self) -> Iterator[Sequence[int]]:
-        """Yield the fastest assignment known, the leanest, and the best at the rate at which they trade memory for
-        time."""
+        """Yield the fastest known assignment, the leanest, and the best at their exchange rate of memory and time."""
         fastest, leanest = self._solve_at_price(0.0), self._solve_at_price(None)
         if not fastest or not leanest:
             return
@@ -189,7 +188,7 @@ class _CostFrontierSearch:
             yield self._solve_at_price((self.problem.cost(leanest) - self.problem.cost(fastest)) / saved)
 
     def _solve_at_price(self, price: float | None) -> Sequence[int]:
-        """Return the best assignment found at a price of memory; with None, memory alone counts."""
+        """Return the best assignment found at a price of memory; with None, only memory counts."""
         times = 1.0 if price is not None else 0.0
         price = 1.0 if price is None else price
         costs = tuple(
@@ -218,10 +217,10 @@ class _CostFrontierSearch:
 def undominated_strategies(
     problem: Problem, usages: Sequence[Array], edge_usages: Sequence[Array] | None
 ) -> list[IntArray]:
-    """Return the strategies of every node that no other one beats in time and in memory.
+    """Return the strategies of every node that no other one dominates in time and memory.
 
-    One beats another if it is at least as good in both for all choices of the neighbours. The first of equal ones
-    stays, and every node keeps at least one, forbidden if all are.
+    One dominates another if it is at least as good in both for all choices of the neighbours. The first of equal ones
+    stays, and every node keeps at least one, even if all are forbidden.
     """
     kept = [np.flatnonzero(np.isfinite(costs)) for costs in problem.costs]
     kept = [strategies if len(strategies) else np.zeros(1, dtype=np.int64) for strategies in kept]
@@ -264,23 +263,23 @@ def _undominated_of_node(
 
 def _largest_increase(table: Array, allowed: npt.NDArray[np.bool_]) -> Array:
     """Return [s, t]: the most that choosing row t instead of row s can add, over the columns in which s is allowed."""
-    # Infinity minus infinity, in columns that do not count: where s is forbidden, t is no worse, even if it is too.
+    # inf - inf, in columns that do not count: where s is forbidden, t is no worse, even if it is forbidden, too.
     with np.errstate(invalid="ignore"):
         more = table[None, :, :] - table[:, None, :]
     return np.asarray(np.where(allowed[:, None, :], more, -np.inf).max(2))
 
 
 def _find_undominated(*increases: Array) -> IntArray:
-    """Return the positions of the strategies that no other one beats, ascending; the first of equal ones stays.
+    """Return the positions of the undominated strategies, ascending; the first of equal ones stays.
 
     Args:
-        increases: [s, t] per criterion, the most that choosing t instead of s can add; t beats s if that is at most
+        increases: [s, t] per criterion, the most that choosing t instead of s can add; t dominates s if that is at most
             zero for all of them.
     """
     better = np.logical_and.reduce([increase <= 0 for increase in increases])
     np.fill_diagonal(better, False)
     keep = np.ones(len(better), dtype=bool)
-    # Only a strategy that is still there may drop another: rounding must not drop a whole circle.
+    # Only a remaining strategy may drop another: rounding must not drop a whole cycle.
     for strategy in reversed(range(len(better))):
         keep[strategy] = not (better[strategy] & keep).any()
     return np.flatnonzero(keep)

@@ -19,13 +19,13 @@ DEFAULT_CAP = 50_000_000
 """Entries of the largest table that elimination builds."""
 
 _SMALL = 1 << 16
-"""Entries of joint tables that are built at once; the choice of the node is recomputed from their parts.
+"""Most entries of joint tables that are built whole; the choice of the node is recomputed from their parts.
 
 Larger tables are computed one strategy at a time, and the choice is stored.
 """
 
 _CHEAP = 1.2e7
-"""Entries of all tables up to which elimination starts at once, without a thorough reduction first."""
+"""Entries of all tables up to which elimination starts at once, without presolve."""
 
 Factor = tuple[Scope, Array]
 Choose = Callable[[IntArray], int]
@@ -44,13 +44,13 @@ class Optimum:
 
 
 def eliminate(core: Core, *, cap: float = DEFAULT_CAP) -> Optimum:
-    """Solve a core exactly, without regard to memory.
+    """Solve a core exactly, ignoring memory.
 
-    Nodes are eliminated one after another: the tables of a node are added up, and the minimum over its strategies is a
+    Nodes are eliminated one after another: the tables of a node are summed, and the minimum over its strategies is a
     table over its neighbours. Where that takes long, the core is presolved first.
 
     Args:
-        core: left as it is.
+        core: not changed.
         cap: entries of the largest table allowed, checked before any table is built.
 
     Raises:
@@ -58,7 +58,7 @@ def eliminate(core: Core, *, cap: float = DEFAULT_CAP) -> Optimum:
     """
     if not core.feasible:
         return Optimum(None, float("inf"))
-    # Presolve takes longer than most eliminations: it is done only where tables would be large.
+    # Presolve takes longer than most eliminations, so do it only where tables would be large.
     order = _order(core, min(cap, _CHEAP))
     if order.fits and order.entries <= _CHEAP:
         return run_order(core, order)
@@ -92,7 +92,7 @@ def run_order(core: Core, order: EliminationOrder) -> Optimum:
     choosers: list[Choose] = []
     tree = buckets(list(rank), factors, itemgetter(0))
     for bucket in tree:
-        # Axes in the order of elimination: the node itself comes first, so that a strategy's entries lie side by side.
+        # Axes in the order of elimination: the node itself first, so that the entries of a strategy are contiguous.
         joint = bucket.scope[::-1]
         terms = [*bucket.terms, *(minima[child] for child in bucket.children)]
         result, choose = _minimum_over(joint, terms, sizes)
@@ -103,7 +103,7 @@ def run_order(core: Core, order: EliminationOrder) -> Optimum:
     if not np.isfinite(constant):
         return Optimum(None, float("inf"))
     places = np.zeros(core.nodes, dtype=np.int64)
-    # The last node depends on no other; each one before it on nodes that have been chosen by then.
+    # The last node depends on no other, and each earlier node on nodes that are already chosen.
     for bucket, choose in zip(reversed(tree), reversed(choosers), strict=True):
         places[bucket.node] = choose(places)
     return Optimum(places, constant)
@@ -113,16 +113,16 @@ def _minimum_over(joint: Scope, factors: list[Factor], sizes: list[int]) -> tupl
     """Return the minimum of the sum of the factors over the first node of `joint`, a table over the others, and a
     chooser of the node."""
     shape = tuple(sizes[member] for member in joint)
-    # Narrow factors first: their sum stays small for long.
+    # Narrow factors first, so that partial sums stay small.
     factors = sorted(factors, key=lambda factor: (factor[1].size, factor[0]))
     tables = [spread(table, part, joint) for part, table in factors]
-    # Entries of the joint table, the node included, which is never stored whole above this size.
+    # A larger joint table is never stored whole.
     if np.prod(shape, dtype=float) > _SMALL:
         return _minimum_by_strategy(joint[1:], shape, tables)
     total = tables[0]
     for table in tables[1:]:
         total = total + table
-    # The argmin over a joint table is not kept: recomputing one column on the way back is cheaper than storing all.
+    # Recomputing one column of the argmin on the way back is cheaper than storing all.
     return np.broadcast_to(total, shape).min(0), _recompute(factors)
 
 
@@ -142,13 +142,13 @@ def _recompute(factors: list[Factor]) -> Choose:
 def _minimum_by_strategy(scope: Scope, shape: tuple[int, ...], tables: list[Array]) -> tuple[Array, Choose]:
     """Compute `_minimum_over` for large tables, one strategy at a time, and store the best strategies."""
     result = np.full(shape[1:], np.inf)
-    # A byte per entry, where strategies allow it: this is the largest array of a solve.
+    # One byte per entry if possible: this is the largest array of a solve.
     winner = np.zeros(shape[1:], dtype=np.uint8 if shape[0] <= 256 else np.uint32)
     for strategy in range(shape[0]):
         total = np.zeros(())
         for table in tables:
             total = total + (table[strategy] if table.shape[0] > 1 else table[0])
-        # Strictly less: the first of equal strategies wins, as `argmin` has it in the other branch.
+        # Strictly less: the first of equal strategies wins, as with `argmin`.
         better = np.broadcast_to(total < result, shape[1:])
         winner[better] = strategy
         np.minimum(result, total, out=result)

@@ -9,13 +9,13 @@ from heapq import heapify, heappop, heappush
 from math import log
 
 _WORK = 20
-"""All tables together may have this many times the entries of the largest table allowed."""
+"""Most entries of all tables together, as a multiple of those of the largest table allowed."""
 
 _CHEAP_ORDER = 1e6
 """Entries of all tables up to which the first order is good enough."""
 
 _CHAIN = 1e6
-"""Entries of the table that a node of two neighbours may leave without a comparison with other nodes."""
+"""Most entries of the table that eliminating a node of two neighbours may make without scoring other nodes."""
 
 Score = tuple[float, ...]
 
@@ -26,10 +26,10 @@ class EliminationOrder:
 
     Attributes:
         steps: per eliminated node, in order, its neighbours at that time.
-        conditioned: nodes that are held at a value instead, since their tables would be too large.
+        conditioned: nodes that are fixed instead, since their tables would be too large.
         width: most neighbours of a node at its elimination.
         largest: entries of the largest table, the node itself included.
-        entries: entries of all tables together: the work.
+        entries: entries of all tables together, a measure of the work.
         fits: False if the cap stopped the search for an order (`largest` is then the table that exceeded it).
     """
 
@@ -49,7 +49,7 @@ def find_order(sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]]
         neighbours: the graph.
         cap: most entries of a table.
     """
-    # Neither score is best everywhere. By logarithms, a few wide nodes do not count for all others.
+    # Neither score is always better. With logarithms, a few wide nodes do not outweigh all others.
     first = greedy_order(EliminationGraph(sizes, neighbours, cap), weighted_fill, chains=True)
     if first.fits and first.entries <= _CHEAP_ORDER:
         return first
@@ -94,13 +94,13 @@ class EliminationGraph:
         return table <= self._most[node]
 
     def missing(self, node: int, weights: Mapping[int, float] | None = None) -> float:
-        """Return the entries of the edges that eliminating the node would add, with weights in place of sizes."""
+        """Return the entries of the edges that eliminating the node would add; `weights` replace sizes."""
         weights = self.sizes if weights is None else weights
         total = 0.0
         adjacent = self.neighbours[node]
         for neighbour in adjacent:
             absent = adjacent - self.neighbours[neighbour]
-            # The neighbour itself is always absent from its own neighbours.
+            # The neighbour itself is never among its own neighbours.
             if len(absent) > 1:
                 total += weights[neighbour] * sum(weights[opposite] for opposite in absent if opposite != neighbour)
         # Every absent edge was counted from both of its ends.
@@ -114,7 +114,7 @@ class EliminationGraph:
         return adjacent
 
     def eliminate(self, node: int) -> set[int]:
-        """Remove a node and join its neighbours; return the nodes whose score may have changed."""
+        """Remove a node and connect its neighbours; return the nodes whose score may have changed."""
         adjacent = self.drop(node)
         touched = set(adjacent)
         for neighbour in adjacent:
@@ -142,7 +142,7 @@ def logarithmic_fill(graph: EliminationGraph, node: int) -> Score:
 
 def _fill(graph: EliminationGraph, node: int, weights: Mapping[int, float]) -> Score:
     table = graph.table(node)
-    # A hub has very many pairs of neighbours: they are not counted if its table is too large anyway.
+    # A hub has very many pairs of neighbours: do not count them if its table is too large anyway.
     return (graph.missing(node, weights) if graph.fits(node, table) else float("inf")), table
 
 
@@ -153,18 +153,18 @@ def greedy_order(
     *,
     chains: bool = False,
 ) -> EliminationOrder:
-    """Eliminate the node of least score, again and again.
+    """Eliminate the node of least score repeatedly.
 
     Args:
         graph: changed in place.
         score: of a node.
-        worth: of holding a node: where a table is over the cap, the node in it of most worth is held. None to end the
+        worth: of fixing a node: if a table exceeds the cap, its node with the largest worth is fixed. None to end the
             search there.
-        chains: True to eliminate nodes of two neighbours and less first, which takes no scores.
+        chains: True to eliminate nodes with at most two neighbours first, which needs no scores.
     """
     steps, tables = _eliminate_chains(graph) if chains else ([], [])
     width, largest, entries = 2 * bool(steps), max(tables, default=1.0), sum(tables)
-    # A heap with lazy deletion: entries are never changed, the newest score of a node decides which entry counts.
+    # A heap with lazy deletion: an entry counts only if it has the node's newest score.
     scores = {node: score(graph, node) for node in graph.neighbours}
     heap = [(value, node) for node, value in scores.items()]
     heapify(heap)
@@ -180,7 +180,7 @@ def greedy_order(
             return EliminationOrder(tuple(steps), (), width, largest, float("inf"), False)
         if worth is not None and not graph.fits(node, table):
             held = max((node, *graph.neighbours[node]), key=lambda member: worth(graph, member))
-            # The node itself is still to be eliminated, when its table is smaller.
+            # The node itself is eliminated later, when its table is smaller.
             if held != node:
                 heappush(heap, (value, node))
             node = held
@@ -200,7 +200,7 @@ def greedy_order(
 
 
 def _eliminate_chains(graph: EliminationGraph) -> tuple[list[tuple[int, tuple[int, ...]]], list[float]]:
-    """Eliminate nodes of two neighbours and less as long as tables stay small; return the steps and tables' entries."""
+    """Eliminate nodes with at most two neighbours while tables are small; return the steps and tables' entries."""
     steps, tables = [], []
     waiting = deque(graph.neighbours)
     while waiting:

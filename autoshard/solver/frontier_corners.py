@@ -1,8 +1,8 @@
 """Corners between known points where new points may exist, and the partial assignments that may lead there.
 
-Bounds come from the problem at many prices of memory at once. A price makes one cost of time and memory. Two passes of
-bucket elimination find the optimum, and the optimum given each combination of strategies that an elimination sums. All
-prices share the passes: every table has one entry per price.
+Bounds come from the problem at many prices of memory at once. A price combines time and memory into one cost. Two
+passes of bucket elimination find the optimum, and the optimum given each combination of strategies that an elimination
+sums. All prices share the passes: every table has one entry per price.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autoshard.solver.buckets import Bucket, Scope, spread
 from autoshard.solver.problem import Array, IntArray
 
 _ROUNDING = 1e-12
-"""Share of a sum by which two orders of summation may differ: a smaller lead does not count."""
+"""Relative difference between two orders of summation: a smaller difference does not count."""
 
 _CORNERS = 64
 """Most corners that points are compared with."""
 
 _ENTRIES = 1 << 22
-"""Comparisons made together: their arrays stay small; a guess that works."""
+"""Most comparisons made at once, to limit the size of arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPoints:
-    """Known assignments, none of which another one beats.
+    """Known assignments, none dominated by another.
 
     Attributes:
         memory: of each [points], ascending.
@@ -43,8 +43,8 @@ class KnownPoints:
 
     @staticmethod
     def of(memory: Array, time: Array, assignments: IntArray) -> KnownPoints:
-        """Return the assignments that no other one beats by more than rounding."""
-        # By memory, then time: a point is undominated exactly if it is faster than all before it.
+        """Return the assignments that no other one dominates by more than rounding."""
+        # By memory, then time: a point is undominated if and only if it is faster than all before it.
         order = np.lexsort((time, memory))
         kept: list[int] = []
         for place in order:
@@ -74,9 +74,9 @@ class KnownPoints:
         """
         priced = weights[:, 0] > 0
         less, more = weights[priced].T
-        # Equal ratios of time, since the share is relative: the band beside the hull is equally wide everywhere.
+        # Equal ratios of time, since the share is relative: the band at the hull is equally wide everywhere.
         steps = max(2, math.ceil(math.log(self.time[0] / self.time[-1]) / math.log1p(share)))
-        # The memory at which the hull has each of these times: the most that any price says.
+        # The memory of the hull at each of these times: the maximum over prices.
         time = np.geomspace(self.time[0], self.time[-1], steps + 1)
         at = more > 0
         memory = ((best[priced][at] - less[at] * time[:, None]) / more[at]).max(1)
@@ -96,10 +96,10 @@ class KnownPoints:
             A share of the time of the faster one; `inf` if no time has a bound above zero.
         """
         priced, free = weights[:, 0] > 0, weights[:, 1] == 0
-        # Every price bounds the time of an assignment with less memory than the next point from below.
+        # Every price gives a lower bound of the time of an assignment with less memory than the next point.
         less, more = weights[priced].T
         bound = (best[priced] - more * self.memory[1:, None]) / less
-        # Beyond the last point there is no next one: the least time of all, at the price of nothing, bounds it.
+        # The last point has no next one: the least time of all, at price 0, is the bound.
         fastest = np.append(bound.max(1), (best[priced & free] / weights[priced & free, 0]).max())
         if (fastest <= 0).any():
             return float("inf")
@@ -134,16 +134,16 @@ class OpenCorners:
         """
         time = np.minimum(points.time, points.time / (1.0 + epsilon))
         memory = np.append(points.memory, most[0])
-        # A corner has the time of the point before it and the memory of the point after it: anything new between the
-        # two is below it in both.
+        # A corner has the time of the point before it and the memory of the point after it: a new point between the two
+        # is below it in both.
         time = np.append(most[1], time)
         corners = time[:, None] * weights[:, 0] + memory[:, None] * weights[:, 1]
         scale = np.abs(points.time).max() * weights[:, 0] + np.abs(points.memory).max() * weights[:, 1]
-        # A sum that is below a corner by rounding alone is not new.
+        # A sum that is below a corner only by rounding is not new.
         corners = corners - _ROUNDING * scale
-        # A price whose optimum exceeds the cost of a corner proves that nothing lies below it.
+        # A price whose optimum exceeds the cost of a corner proves that nothing is below it.
         open_ = (corners > best).all(1)
-        # Of too many corners, neighbours become one that dominates them all.
+        # If there are too many, adjacent corners become one that dominates them all.
         groups = np.array_split(np.flatnonzero(open_), min(_CORNERS, max(1, int(open_.sum()))))
         joined = [(group[0], group[-1]) for group in groups if len(group)]
         corners = np.array([time[first] * weights[:, 0] + memory[last] * weights[:, 1] for first, last in joined])
@@ -195,8 +195,7 @@ class PruningBounds:
         """
         weights = self.corners.weights
         wholes = time[:, None] * weights[:, 0] + memory[:, None] * weights[:, 1] + self.outside[cell]
-        # A point is worth keeping if, with the least cost of all that is still to be added, it is below some corner at
-        # every price.
+        # Keep a point if, with the least cost of everything still to be added, it is below some corner at every price.
         row, corner = self.corners.pairs_below(wholes)
         if per_corner is not None and len(row):
             priced = weights[:, 0] > 0
@@ -221,7 +220,7 @@ class Costs:
 
     def at(self, weights: Array) -> Array:
         """Return time and memory weighted by the prices [*scope, prices]; a forbidden combination stays infinite."""
-        # Infinite time at a price of nothing for time would be NaN, and would not forbid.
+        # Infinite time at price 0 for time would be NaN, which does not forbid.
         allowed = np.isfinite(self.time)
         time = np.where(allowed, self.time, 0.0)
         total = time[..., None] * weights[:, 0] + self.memory[..., None] * weights[:, 1]
@@ -234,8 +233,7 @@ class PricedProblem:
     Attributes:
         weights: of time and of memory [prices, 2].
         best: the optimum of the whole problem, at each price [prices].
-        minima: per bucket, the minimum over its node of everything summed there and in all buckets below [*rest,
-            prices].
+        minima: per bucket, the minimum over its node of the sum of the bucket and of all buckets below [*rest, prices].
 
     Args:
         sizes: strategies of every node.
@@ -268,7 +266,7 @@ class PricedProblem:
         """Return the strategy of every node in an optimum at each price [prices]."""
         choices: dict[int, IntArray] = {}
         prices = np.arange(len(self.weights))
-        # A bucket's rest is eliminated after it: those choices are known by now.
+        # A bucket's rest is eliminated after it, so those choices are already known.
         for bucket in reversed(self.tree):
             total = np.zeros((self.sizes[bucket.node], len(prices)))
             parts = [(cost.scope, cost.at(self.weights)) for cost in bucket.terms]
@@ -291,12 +289,12 @@ class PricedProblem:
             bucket = self.tree[number]
             minimum = self.minima[number]
             reached = np.isfinite(minimum)
-            # The optimum given the rest, from the bucket above; a component depends on no other.
+            # The optimum given the rest, from the bucket above; components are independent.
             optimum = above.pop(number) if bucket.rest else self.best
             with np.errstate(invalid="ignore"):
                 # Inf - inf where all is forbidden.
                 outside = np.where(reached, optimum - minimum, 0.0)
-            # The downward pass: all in and below the bucket, plus the least of everything else, is an optimum of the
+            # The downward pass: the sum in and below the bucket plus the least of everything else is an optimum of the
             # whole problem.
             total = self._sum(bucket) + outside[..., None, :]
             for child in bucket.children:

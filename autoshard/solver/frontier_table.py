@@ -11,7 +11,7 @@ from autoshard.solver.frontier_corners import PruningBounds
 from autoshard.solver.problem import Array, IntArray
 
 _CHUNK = 1 << 19
-"""Candidate points that are processed together: enough for numpy, and few enough for the cache."""
+"""Candidate points per chunk: enough for numpy, and few enough for the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,7 @@ class Origin:
 
     Attributes:
         left, right: the tables joined; None on the right if cells of the left were copied.
-        left_points, right_points: for every point, the points of these tables that it is the sum of.
+        left_points, right_points: for every point, the points of these tables whose sum it is.
         decided: the node that the join eliminated; None for a product alone.
         strategies: its number of strategies, which are the last index of the left table's cells.
     """
@@ -35,7 +35,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrontierTable:
-    """A frontier in every cell; cells are numbered row by row over the strategies of some nodes.
+    """A frontier in every cell; cells are numbered row-major over the strategies of some nodes.
 
     Attributes:
         starts: position of each cell's first point, and the number of points [cells + 1]; a cell without points is
@@ -81,17 +81,17 @@ UNIT = FrontierTable(np.array([0, 1]), np.zeros(1), np.zeros(1))
 
 @dataclass(slots=True)
 class Joiner:
-    """Join of tables, with an account of the time that thinning costs.
+    """Joins tables, and accounts for the time lost by thinning.
 
-    Thinning drops a point only if one that needs no more memory is at most a tolerance slower. The tolerances of all
+    Thinning drops a point only if another one with no more memory is at most a tolerance slower. The tolerances of all
     joins add up: no point of the final frontier is slower, at its memory or less, by more than `spent`.
 
     Attributes:
         budget: seconds that all thinning together may cost.
-        joins: number of joins to come that eliminate a node; each may spend its share of the remaining budget.
-        points_per_corner: most points of one cell that are kept for every corner, the most promising ones. The loss of
-            the others is not accounted for. None keeps all.
-        spent: seconds that thinning has cost so far, at most.
+        joins: number of remaining joins that eliminate a node; each may spend an equal share of the remaining budget.
+        points_per_corner: number of the most promising points of a cell to keep for every corner. The loss of the
+            others is not accounted for. None keeps all.
+        spent: upper bound of the seconds that thinning has cost so far.
     """
 
     budget: float = 0.0
@@ -119,18 +119,18 @@ class Joiner:
             left_cells, right_cells: cells to be summed in pairs [cells of the result * fan].
             fan: pairs per cell of the result: the strategies of the eliminated node, or 1.
             decided: that node, whose strategies are the last index of the left table's cells.
-            pruning: bounds; points that lead to nothing new are dropped. None keeps all.
+            pruning: bounds that drop points without new completions. None keeps all.
 
         Source: TensorOpt 3.2: product, union, and Algorithm 1.
         """
         share = 0.0
         if decided is not None:
-            # What earlier joins did not use is shared by those to come.
+            # The remaining joins share what earlier ones did not use.
             share = max(0.0, self.budget - self.spent) / max(1, self.joins)
             self.joins -= 1
         pairs = left.counts[left_cells] * right.counts[right_cells]
         if pruning is not None:
-            # Pairs that lead to nothing new are not even formed.
+            # Do not form pairs without new completions.
             pairs *= pruning.pairs
         # Ranges of cells with about `_CHUNK` candidates each; a single cell may have more.
         cumulative = np.cumsum(pairs.reshape(-1, fan).sum(1))
@@ -143,14 +143,14 @@ class Joiner:
                 left, right, left_cells[at], right_cells[at], pairs[at], fan, share, self.points_per_corner, pruning, a
             )
             parts.append(task.run())
-        # A final point passes one cell of every join, so cells do not add up, joins do.
+        # A final point passes one cell of every join: losses of joins add up, those of cells do not.
         self.spent += max((part.slower for part in parts), default=0.0)
         counts = np.concatenate([part.counts for part in parts])
         memory, time, left_points, right_points = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("memory", "time", "left_points", "right_points")
         )
-        # Assignments are not carried along: the origins lead back to them, for the few points that are left at the end.
+        # Assignments are recovered from origins, for the few points that are left at the end.
         origin = Origin(left, left_points, right, right_points, decided, fan)
         return FrontierTable(np.append(0, np.cumsum(counts)), memory, time, origin)
 
@@ -245,7 +245,7 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
     """
     starts = np.cumsum(counts) - counts
     cells, places = [], []
-    # Cells with about equally many points, up to a factor of two, are sorted together as rows of a matrix.
+    # Cells with similar numbers of points, up to a factor of two, are sorted together as rows of a matrix.
     length = np.frexp(counts)[1]
     for bits in np.unique(length[counts > 0]):
         rows = np.flatnonzero(length == bits)
@@ -256,7 +256,7 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
         if len(at) > 1:
             order = np.argsort(memories, axis=1, kind="stable")
             memories, place = np.take_along_axis(memories, order, 1), np.take_along_axis(place, order, 1)
-        # Padding has infinite memory and comes last; its time must not win either.
+        # Padding has infinite memory and comes last; its time must not win, either.
         times = np.where(np.isfinite(memories), time[place], np.inf)
         least = np.minimum.accumulate(times, 1)
         keep = times < np.hstack([np.full((len(rows), 1), np.inf), least[:, :-1]])
@@ -273,7 +273,7 @@ def _frontiers(counts: IntArray, memory: Array, time: Array) -> tuple[IntArray, 
 
 
 def _thin_points(cell: IntArray, time: Array, cells: int, tolerance: float) -> tuple[IntArray | slice, float]:
-    """Thin out sorted frontiers: keep the fastest point, and in every `tolerance` seconds that of least memory.
+    """Thin out sorted frontiers: keep the fastest point and, in every `tolerance` seconds, the point of least memory.
 
     Returns:
         The positions that remain, and the largest time by which a dropped point is faster than the one kept for it.
@@ -284,7 +284,7 @@ def _thin_points(cell: IntArray, time: Array, cells: int, tolerance: float) -> t
     ends = np.cumsum(counts)[counts > 0]
     fastest = np.zeros(cells)
     fastest[counts > 0] = time[ends - 1]
-    # Steps count from the fastest point of the cell; the first point of a step, by memory, stands for the others.
+    # Steps count from the fastest point of the cell; of each step, the first point by memory is kept.
     number = np.floor((time - fastest[cell]) / tolerance)
     new = (np.diff(number, prepend=-1) != 0) | (np.diff(cell, prepend=-1) != 0)
     new[ends - 1] = True

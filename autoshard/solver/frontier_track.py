@@ -17,22 +17,21 @@ from autoshard.solver.frontier_corners import Costs, KnownPoints, OpenCorners, P
 from autoshard.solver.frontier_table import UNIT, FrontierTable, Joiner, unroll
 from autoshard.solver.problem import Array, IntArray
 
-# Guesses that work:
 # Prices on either side of the rate between the two ends, each double the one before.
 _OCTAVES = 8
-# Rounds of prices at the rates between neighbours.
+# Rounds of prices at the rates between adjacent points.
 _ROUNDS = 3
 # Prices of one round.
 _MOST_PRICES = 16
-# Amounts of memory in every gap between neighbours at which prices are compared.
+# Amounts of memory between adjacent points at which prices are compared.
 _BETWEEN = 4
 # Least unit for differences of times, as a share of the slowest point's time.
 _SMALL = 1e-9
 
 _COARSE = ((1, 0.2), (2, 0.3))
-"""First passes: points of a cell for every corner, and the width of the band beside the hull, in epsilons."""
+"""First passes: points of a cell for every corner, and the width of the band at the hull, in epsilons."""
 
-# Epsilon of the first passes, where it is smaller.
+# Minimum epsilon of the first passes.
 _FINE = 0.01
 
 _FIRST = np.zeros(1, dtype=np.int64)
@@ -42,16 +41,16 @@ class Tracker:
     """One problem, ready for elimination.
 
     The optima at prices of memory are the ends of the frontier and its convex hull. They bound the results of a partial
-    assignment. So tables of frontiers hold only points that may still lead between the known points. First passes look
-    close to the hull and keep few points in a cell. In models with many layers they find enough for the hull to prove
-    them; elsewhere they leave less work to the last pass, which keeps all points.
+    assignment, so tables of frontiers contain only points that may still lead between the known points. First passes
+    search close to the hull and keep few points in a cell. In models with many layers they find enough points for the
+    hull to prove them; elsewhere they reduce the work of the last pass, which keeps all points.
 
     Args:
         sizes: strategies of every node.
         costs: of nodes and edges, in scopes of the order.
         order: in which the nodes are eliminated.
-        epsilon: share of its time by which a point may be slower than the exact frontier.
-        limit: points of a cell at most for every gap between known points; None for no limit.
+        epsilon: relative amount by which a point may be slower than the exact frontier.
+        limit: most points of a cell for every gap between known points; None for no limit.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class Tracker:
         self.tree = buckets(order, costs, attrgetter("scope"))
 
     def run(self) -> tuple[KnownPoints, float]:
-        """Return assignments [points, places in the order], and how much slower than the exact frontier they are at
-        most."""
-        # The two ends: time alone, and memory alone.
+        """Return assignments [points, places in the order], and a bound of how much slower than the exact frontier they
+        are."""
+        # The two ends: only time, and only memory.
         weights = np.array([[1.0, 0.0], [0.0, 1.0]])
         priced = PricedProblem(self.sizes, self.constant, self.tree, weights)
         if not np.isfinite(priced.best).all():
@@ -95,7 +94,7 @@ class Tracker:
         return points, gap
 
     def _passes(self) -> list[tuple[int | None, float]]:
-        """Return, per pass, the points of a cell for every corner and the width of the band beside the hull."""
+        """Return, per pass, the points of a cell for every corner and the width of the band at the hull."""
         coarse = [(per_corner, share * max(self.epsilon, _FINE)) for per_corner, share in _COARSE]
         return [pair for pair in coarse if self.limit is None or pair[0] <= self.limit] + [(self.limit, 0.0)]
 
@@ -136,7 +135,7 @@ class Tracker:
             optima = np.append(optima, priced.best)
             points = points.merge(self._evaluate(priced.optima()))
             slower = points.time[:-1] - points.time[1:]
-            # The next prices are the rates between neighbours that are far apart in time.
+            # The next prices are the rates between adjacent points that are far apart in time.
             share = slower / np.maximum(np.abs(points.time[1:]), _SMALL * np.abs(points.time).max())
             wide = np.argsort(-share, kind="stable")[:_MOST_PRICES]
             wide = wide[share[wide] > self.epsilon / 4]
@@ -149,7 +148,7 @@ class Tracker:
         """Return the prices at the ends, and those that give the highest bound of the time at some memory."""
         if not len(tried):
             return ends
-        # More prices make every bound slower to compare: only those that are the highest bound somewhere are kept.
+        # More prices make every bound slower to compare: keep only those that give the highest bound somewhere.
         share = np.linspace(0.0, 1.0, _BETWEEN, endpoint=False)
         memory = np.append(points.memory[:-1, None] + np.diff(points.memory)[:, None] * share, points.memory[-1])
         return np.concatenate([ends, tried[np.unique((optima - memory[:, None] * tried[:, 1]).argmax(1))]])
@@ -157,9 +156,9 @@ class Tracker:
     def _pass(
         self, points: KnownPoints, priced: PricedProblem, per_corner: int | None, band: float
     ) -> tuple[KnownPoints, float]:
-        """Return new assignments between known ones, and how much slower than the exact frontier all are at most."""
+        """Return new assignments between known ones, and a bound of how much slower than the exact frontier all are."""
         least = float(priced.best[0])
-        # Only the last pass keeps all points, and so proves a bound. Half of epsilon goes to the corners, the rest to
+        # Only the last pass keeps all points, and thus proves a bound. Half of epsilon is for corners, the rest for
         # thinning.
         followed = per_corner is None and not band
         epsilon = self.epsilon / 2 if followed else 0.0
@@ -171,8 +170,8 @@ class Tracker:
         table = self._eliminate_all(joiner, priced, self._pruning_bounds(priced, corners))
         assignments = np.zeros((len(table.memory), 1 + max(self.order, default=0)), dtype=np.int64)
         unroll(table, assignments)
-        # The corners leave out what is faster by less than epsilon; thinning leaves out `spent` seconds, at most a
-        # share of the least time. The two factors multiply.
+        # Corners ignore gains of less than epsilon; thinning loses at most `spent` seconds, relative to the least time.
+        # The two factors multiply.
         proved = (1 + epsilon) * (1 + (joiner.spent / least if joiner.spent else 0.0)) - 1
         new_points = KnownPoints.of(table.memory, table.time, assignments[:, list(self.order)])
         return new_points, proved if followed else float("inf")
@@ -209,10 +208,9 @@ class Tracker:
     ) -> FrontierTable:
         """Return the frontiers of the sum of a bucket, minimised over its node.
 
-        With two neighbours this is the paper's node elimination (Eq. 4), costs of one scope are edge elimination (Eq.
-        5), with one neighbour it is a step of the linear dynamic programming (Algorithm 3). If a node has more
-        neighbours, a table over all of them corresponds to the node of concatenated strategies of branch elimination
-        (Eq. 6).
+        With two neighbours this is the paper's node elimination (Eq. 4); summing costs of one scope is edge elimination
+        (Eq. 5); with one neighbour it is a step of the linear dynamic programming (Algorithm 3). With more neighbours,
+        a table over all of them corresponds to the node of concatenated strategies of branch elimination (Eq. 6).
         """
         scope = self._union_scope([cost.scope for cost in bucket.terms], bucket)
         shape = [self.sizes[node] for node in scope]
@@ -247,17 +245,17 @@ class Tracker:
 def frontier_order(
     sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], linear: bool, cells: int
 ) -> EliminationOrder:
-    """Return the order of the nodes, greedy by smallest table or by least addition to other tables.
+    """Return a greedy order of the nodes, by smallest table or by least addition to other tables.
 
-    Of the two orders, the one that holds fewer nodes and takes less work is returned.
+    Of the two orders, it is the one that fixes fewer nodes or, if equal, takes less work.
 
     Args:
         sizes: strategies of every node.
         neighbours: the graph, without loops.
-        linear: FT-LDP: of equal tables, the one nearest to an end of the graph. Branches are merged into the main line
-            first; the line is then consumed from that end, a node with its one neighbour at a time. Otherwise
-            FT-Elimination: the two ends of every component go last, so that a line loses inner nodes with two
-            neighbours each.
+        linear: True for FT-LDP: of equal tables, the one nearest to an end of the graph. Branches are merged into the
+            main line first; the line is then eliminated from that end, a node with one neighbour at a time. False for
+            FT-Elimination: the two ends of every component are last, so that inner nodes of a line are eliminated with
+            two neighbours each.
         cells: of the largest table allowed, without the eliminated node.
 
     Source: TensorOpt 3.2, Algorithm 2.
@@ -276,16 +274,16 @@ def frontier_order(
             if graph.fits(node, table):
                 first = graph.missing(node) if fill else table
             else:
-                # After all others, the largest last, so that hubs are held as late as possible.
+                # After all others, the largest last, so that hubs are fixed as late as possible.
                 first, table = math.inf, math.prod(sizes[member] for member in (node, *graph.neighbours[node]))
-            # Places in the graph break ties, so that equal layers are eliminated from one end to the other.
+            # Positions in the graph break ties, so that equal layers are eliminated from one end to the other.
             return node in last, first, table, place[node]
 
-        # Held is the hub, such as the attention mask that every layer reads.
+        # The hub is fixed, such as the attention mask that every layer reads.
         graph = EliminationGraph(sizes, neighbours, cells, reduced=True)
         return greedy_order(graph, score, lambda graph, node: (len(graph.neighbours[node]), -node))
 
-    # Both are made: neither is always better, and an order costs far less than the frontier.
+    # Compute both: neither is always better, and an order costs far less than the frontier.
     return min(order(False), order(True), key=lambda order: (len(order.conditioned), order.entries))
 
 

@@ -1,7 +1,7 @@
 """Fast search for a good assignment of a long problem: cones, critical nodes, segments (Rhino 4.3.2).
 
 The nodes of the heavy operators, the backbone, remain after each cone is merged into its root. Critical nodes cut the
-backbone into segments, which are solved apart and merged one after another.
+backbone into segments, which are solved separately and merged one after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.solver.solver_budget import UNLIMITED, Budget
 from autoshard.solver.trws import Messages
 
 _HEAVY = 0.5
-"""Share of all work that the fewest nodes do which count as computationally intensive."""
+"""Share of all work of the computationally intensive nodes: the fewest nodes that reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Backbone:
 def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
     """Return the nodes with equal earliest and latest times, if every node takes one unit of time.
 
-    The computationally intensive nodes are the heaviest that together make half of the sum. The weight of a node is the
-    cost of its cheapest strategy, which no plan avoids.
+    The computationally intensive nodes are the heaviest that together have half of the total weight. The weight of a
+    node is the cost of its cheapest strategy.
 
     Args:
-        problem: the problem; every edge leads from the earlier of its nodes to the later one.
+        problem: the problem; every edge is from the earlier of its nodes to the later one.
         order: per node, its time; equal ones by their number.
 
     Source: Rhino 4.3.1.
@@ -54,8 +54,8 @@ def backbone(problem: Problem, order: Sequence[float]) -> Backbone:
     remaining = np.zeros(problem.size, dtype=np.int64)
     for earlier, later in ends[np.argsort(-rank[ends[:, 1]], kind="stable")]:
         remaining[earlier] = max(remaining[earlier], remaining[later] + 1)
-    # Earliest time plus the longest way to the end is the length of the longest path through a node; on the backbone it
-    # is that of the graph, so that latest and earliest time agree.
+    # Earliest time plus the longest path to the end is the length of the longest path through a node; on the backbone
+    # it equals that of the graph, so that latest and earliest time agree.
     length = int((earliest + remaining).max(initial=0))
     nodes = [int(node) for node in np.argsort(rank) if earliest[node] + remaining[node] == length]
     heavy = _heavy_nodes(problem)
@@ -74,12 +74,12 @@ def _heavy_nodes(problem: Problem) -> np.ndarray:
 
 
 def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
-    """Return all nodes in an order that places a node of the backward half beside the forward nodes it depends on.
+    """Return all nodes in an order that puts a node of the backward half next to the forward nodes it depends on.
 
-    A training step runs its layers forward, then backward, and saved tensors join places that are far apart. The step
-    turns where most edges cross. A node after the turn is placed behind the last node before the turn that it is joined
-    with, or else beside the node after the turn that it follows. Only the order of a search depends on this: a graph
-    that does not turn is cut worse, not wrongly.
+    A training step runs its layers forward, then backward, and saved tensors connect distant nodes. The step turns
+    where most edges cross. A node after the turn is put after the last of its neighbours before the turn, or else next
+    to the node that it follows after the turn. Only the order of a search depends on this: a graph that does not turn
+    is cut worse, not wrongly.
 
     Args:
         problem: the problem.
@@ -95,7 +95,7 @@ def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
         first_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] < turn]
         second_half = [place[predecessor] for predecessor in before[node] if rank[predecessor] >= turn]
         if first_half:
-            # Half a place: behind that node, and before the one after it.
+            # Half a position: between that node and the next.
             place[node] = max(first_half) + 0.5
         elif second_half:
             place[node] = min(second_half)
@@ -103,7 +103,7 @@ def interleaved_order(problem: Problem, order: Sequence[float]) -> IntArray:
 
 
 def _turning_point(ranks: IntArray, size: int) -> int:
-    """Return the number of nodes before the last of the places that most edges cross."""
+    """Return the number of nodes before the last of the positions that most edges cross."""
     change = np.zeros(size + 1, dtype=np.int64)
     np.add.at(change, ranks[:, 0] + 1, 1)
     np.subtract.at(change, ranks[:, 1] + 1, 1)
@@ -121,7 +121,7 @@ def _ranks_and_edges(problem: Problem, order: Sequence[float]) -> tuple[IntArray
 
 
 _SURVIVOR_FACTOR = 4
-"""Survivors inside a segment, as a multiple of those that its pivot leaves; a guess that works."""
+"""Survivors inside a segment, as a multiple of those at its pivot."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class _MergedSegments:
     """All segments so far, merged into one node whose strategies are the survivors.
 
     Attributes:
-        costs: of each survivor, with the expected costs of its open edges.
+        costs: of each survivor, plus the expected costs of its open edges.
         open: decided nodes with edges to undecided ones.
         choices: [survivors, open nodes].
         steps: per decided node, each survivor's parent among the survivors before it, and its strategy.
@@ -142,22 +142,22 @@ class _MergedSegments:
 
 
 def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collection[int], width: int) -> tuple[int, ...]:
-    """Return an assignment, searched from the first node to the last.
+    """Return an assignment, by beam search from the first node to the last.
 
     A survivor is an assignment of all nodes so far. Of survivors that agree on all nodes with edges to undecided ones,
     only the cheapest is kept, which loses nothing. At a pivot the `width` cheapest are kept, and the cheapest for every
     strategy of the pivot. This is the dynamic programming along the backbone; it loses only expensive combinations of
-    the other nodes across the cut. Segments are merged without loss while the survivors stay few.
+    the other nodes across the cut. Segments are merged without loss while survivors are few.
 
     Args:
-        problem: nodes in the order of the search, each edge from the earlier to the later node; at most one edge joins
-            two nodes. The memory limit plays no part.
+        problem: nodes in the order of the search, each edge from the earlier to the later node; no parallel edges. The
+            memory limit is ignored.
         expected: per edge and strategy of its source, the expected cost of the edge.
         pivots: the nodes that end segments.
         width: survivors.
 
     Returns:
-        A strategy per node; empty if every survivor met something forbidden.
+        A strategy per node; empty if every survivor became forbidden.
     """
     # Into each node: source, table, expected.
     edges: list[list[tuple[int, Array, Array]]] = [[] for _ in problem.costs]
@@ -171,7 +171,7 @@ def merge_segments(problem: Problem, expected: Sequence[Array], pivots: Collecti
     for node, vector in enumerate(problem.costs):
         costs = head.costs[:, None] + (vector + expected_ahead[node])[None, :]
         for source, table, costs_expected in edges[node]:
-            # The real cost of an edge takes the place of the expected one.
+            # Replace the expected cost of the edge by the real one.
             costs += (table - costs_expected[:, None])[head.choices[:, head.open.index(source)]]
         _add_node(head, node, costs, last, width if node in pivots else _SURVIVOR_FACTOR * width, node in pivots)
         if not len(head.costs):
@@ -193,7 +193,7 @@ def _add_node(head: _MergedSegments, node: int, costs: Array, last: IntArray, wi
             group = np.repeat(alike, strategies)
         else:
             group = (alike[:, None] * strategies + np.arange(strategies)).ravel()
-        # Where the future cannot tell two survivors apart, the dearer one can never win.
+        # If two survivors agree on all open nodes, the more expensive one can never win.
         kept = _cheapest_of(group, flat, kept)
     if len(kept) > width:
         kept = _keep_cheapest(flat, kept, width, kept % strategies if pivot else None)
@@ -210,7 +210,7 @@ def _row_classes(choices: IntArray) -> IntArray:
     """Return a number per row, the same for equal rows."""
     number = np.zeros(len(choices), dtype=np.int64)
     for column in choices.T:
-        # Renumbered after every column: products of many columns would overflow.
+        # Renumber after every column, since products of many columns would overflow.
         number = np.unique(number * (column.max(initial=0) + 1) + column, return_inverse=True)[1].ravel()
     return number
 
@@ -244,7 +244,7 @@ def _trace_back(head: _MergedSegments) -> tuple[int, ...]:
 
 
 _WIDTH = 32
-"""Survivors at a pivot: two to three times as many as the joint graphs of common models need for their optimum."""
+"""Survivors at a pivot: two to three times as many as joint graphs of common models need for the optimum."""
 
 _ITERATIONS = 60
 """Most passes of messages, which give the expected costs of undecided edges."""
@@ -276,21 +276,20 @@ def solve_in_segments(
 ) -> HierarchySolution:
     """Return a good assignment, from three levels of merging.
 
-    *Cones.* A node with one input and one user has two neighbours. Merged into its user by dynamic programming, it
-    leaves a table to its input. Cones without shared nodes are trees, and their merging is exact; the exact reductions
-    do this and more (they drop forbidden and dominated strategies too). A node with several users inside a cone stays,
-    as a root of its own.
+    *Cones.* A node with one input and one user has two neighbours. Merging it into its user by dynamic programming
+    makes a table to its input. Cones without shared nodes are trees, and merging is exact; presolve does this and more
+    (it also drops forbidden and dominated strategies). A node with several users inside a cone is kept, as a separate
+    root.
 
     *Segments.* Critical nodes (`backbone`) are the pivots that cut the rest into segments, in an order that interleaves
     both halves of a training step (`interleaved_order`).
 
     *Merging.* Segment after segment is merged into one node, whose strategies are the best assignments so far for every
     strategy of the pivot (`merge_segments`). In the paper's chain, only pivots connect segments. In a joint graph,
-    other tensors cross a cut as well, so survivors are carried over instead of strategies. Undecided edges count with
-    the costs that the messages of a relaxation (TRW-S) expect.
+    other tensors cross a cut, too, so survivors are carried over instead of strategies. Undecided edges count with the
+    costs expected by the messages of a relaxation (TRW-S).
 
-    The result is exact if the survivors are as many as the assignments of a cut, otherwise near, with no guarantee but
-    the bound.
+    The result is exact if there are as many survivors as assignments of a cut; otherwise only the bound is guaranteed.
 
     Args:
         problem: the problem.
@@ -299,11 +298,11 @@ def solve_in_segments(
         budget: messages are no longer improved after its end.
 
     Raises:
-        SolverError: the assignment exceeds the problem's memory limit, which plays no part in the search.
+        SolverError: the assignment exceeds the problem's memory limit, which the search ignores.
 
     Source: Rhino 4.3, optimisation level 2 (7.5).
     """
-    # On the whole problem: reductions remove most nodes of a layer, and a path through the rest says little.
+    # On the whole problem: presolve removes most nodes of a layer, and paths through the rest are meaningless.
     critical = set(backbone(problem, order).critical)
     core = presolve(Core.of(problem, memory=False), effort=REDUCE)
     nodes = core.remaining_nodes()
@@ -330,12 +329,11 @@ def _solve_segments(
     """Return strategies of all nodes, None if there are none, and a bound."""
     ordered = core.to_problem(sequence)
     messages = Messages(ordered, range(ordered.size)).run(_ITERATIONS, budget=budget)
-    # The message to the source of an edge is the least future cost of each of its strategies, as far as the relaxation
-    # knows.
+    # The message to the source of an edge is the relaxation's least future cost of each of its strategies.
     found = merge_segments(ordered, messages.against, pivots, width)
     if len(found) < ordered.size:
         return None, messages.bound + core.constant
-    # They may have ended far from the cost that they had rounded. The segments' cost may be near.
+    # Continue towards the cost of the segments, which may be closer to the bound than the rounded one.
     messages.run(_ITERATIONS - messages.iterations, upper=ordered.cost(found), budget=budget)
     places = np.empty(core.nodes, dtype=np.int64)
     places[sequence] = found

@@ -1,6 +1,6 @@
 """The memory-constrained integer program of Rhino, sections 4.2 and 4.4, on the core of a problem.
 
-It has products of the choices of neighbours, and rows of memory that are added as they are violated.
+It has products of the choices of neighbours, and memory constraints that are added when they are violated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAGNITUDE = 1e5
 """Costs are scaled to differences of about this size: the backend's tolerances are then below any real difference."""
 
 _FEW = 100
-"""Moments up to which all have their rows from the start."""
+"""Most moments for which all rows are added at the start."""
 
 _ROWS = 12
 """Rows of memory added at a time."""
@@ -28,12 +28,12 @@ _WORK = 100
 """Units of work of a node of the search tree per table entry."""
 
 _CELLS = 80_000
-"""Entries of edge tables up to which a core goes to the integer program."""
+"""Most entries of edge tables of a core for the integer program."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSolution:
-    """A choice (None if none was found), a bound, True if the result is final either way, and the nodes it took."""
+    """A choice (None if none was found), a bound, True if the result is final, and the number of search nodes."""
 
     places: IntArray | None
     bound: float
@@ -75,7 +75,7 @@ class CoreProgram:
         core = self.core
         source, target = core.ends[edge].tolist()
         table = core.table[core.start[edge] : core.start[edge + 1]].reshape(core.size[source], core.size[target])
-        # Forbidden pairs get no product, hence no solution has them.
+        # Forbidden pairs have no product, so no solution contains them.
         places = np.argwhere(np.isfinite(table))
         products = self.program.add_variables(self.scale * table[tuple(places.T)])
         for column, node in enumerate((source, target)):
@@ -86,7 +86,7 @@ class CoreProgram:
         return products, places
 
     def add(self, moments: IntArray) -> bool:
-        """Add rows of memory; return False if all of them were there."""
+        """Add rows of memory; return False if all of them exist already."""
         core = self.core
         fresh = [int(moment) for moment in moments if int(moment) not in self._rows]
         for moment in fresh:
@@ -104,7 +104,7 @@ class CoreProgram:
         return bool(fresh)
 
     def solve(self, *, time_limit: float, seed: int, nodes: int | None = None) -> CoreSolution:
-        """Solve the program with its present rows: the bound holds, the choice may exceed the limit elsewhere."""
+        """Solve the program with its current rows: the bound is valid; the choice may exceed the limit elsewhere."""
         hint = None if self.start is None else self._values(self.start)
         answer = minimise(self.program, time_limit=time_limit, seed=seed, hint=hint, node_limit=nodes)
         if answer.infeasible:
@@ -146,14 +146,14 @@ def solve_core(
     """Solve the program of a core, adding rows of memory until the answer is within the limit.
 
     Args:
-        core: a feasible core; after `thin_memory` its rows are few.
+        core: a feasible core, preferably after `thin_memory`, which reduces rows.
         start: a known choice within the limit.
-        moments: moments that have a row from the start; all of them where there are few.
+        moments: moments that have a row from the start; all if there are few.
         budget: ends the search.
         seed: of the backend.
 
     Returns:
-        A choice within the limit, or None; the bound holds in any case.
+        A choice within the limit, or None; the bound holds either way.
     """
     few = len(core.base) <= _FEW
     program = CoreProgram(core, start, np.arange(len(core.base)) if few or moments is None else moments)

@@ -18,7 +18,7 @@ class SolverProgress:
     Attributes:
         phase: the step that has just ended.
         cost: of the best feasible assignment known; `inf` without one.
-        lower_bound: no feasible assignment costs less, as far as known; `-inf` if nothing is known.
+        lower_bound: a known lower bound of the cost of every feasible assignment; `-inf` if none is known.
         seconds: wall-clock time since the solve began.
     """
 
@@ -29,7 +29,7 @@ class SolverProgress:
 
 
 class Incumbent:
-    """The best results of a solve; they stop its budget once they are as close as it asks.
+    """The best results of a solve; stops the budget once cost and bound are within its gap.
 
     Args:
         budget: of the solve.
@@ -64,7 +64,7 @@ class Incumbent:
         """Record a feasible assignment if it is the best so far; it is computed only when read."""
         if not cost < self.cost:
             return False
-        # In one statement, so that Ctrl-C finds the cost and the assignment of one offer.
+        # In one statement, so that cost and assignment match after Ctrl-C.
         self.cost, self._best, self.method = cost, assignment, method
         self._stop_if_close()
         return True

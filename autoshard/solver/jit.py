@@ -20,7 +20,7 @@ def compiled_when_called(loop: Loop) -> Loop:
 
     @functools.cache
     def compile_loop() -> Callable[..., Any]:
-        # Importing numba takes as long as many a plan, and many plans need no loop.
+        # Importing numba takes as long as some plans, and many plans need no loop.
         import numba
 
         return cast(Callable[..., Any], numba.njit(**_OPTIONS)(loop))
@@ -35,7 +35,7 @@ def compiled_when_called(loop: Loop) -> Loop:
 def jit(loop: Loop) -> Loop:
     """Compile a loop at its first call, and keep the machine code on disk; other compiled loops can call it.
 
-    numba is imported at once: modules with such loops are imported when one of them is to run.
+    numba is imported at once, so import modules with such loops only when one of them is to run.
     """
     return _compile(loop, _OPTIONS)
 

@@ -55,7 +55,7 @@ class LinearSolution:
         bound: no solution costs less.
         optimal: True if the values are proved best.
         infeasible: True if it is proved that there is no solution.
-        nodes: of the search tree that were solved.
+        nodes: number of solved nodes of the search tree.
     """
 
     values: Array | None
@@ -80,7 +80,7 @@ def minimise(
         time_limit: seconds.
         seed: of the backend; equal seeds give equal results, unless the time ends first.
         hint: values of all variables of a known solution.
-        node_limit: nodes of the search tree at most; None for as many as there is time for.
+        node_limit: most nodes of the search tree; None for no limit.
 
     Raises:
         SolverError: OR-Tools is not installed, or the backend failed.
@@ -114,10 +114,10 @@ def minimise(
 
 
 def _run_interruptible(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, which Ctrl-C can leave."""
+    """Return the result of `work`; Ctrl-C interrupts the wait."""
     if current_thread() is not main_thread():
         return work()
-    # The backend ignores signals. In a thread of its own it runs on until its time limit, while this one returns.
+    # The backend ignores signals. In a separate thread it runs until its time limit, while this thread returns.
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -163,7 +163,7 @@ def _proto(program: LinearProgram) -> Any:
         proto.linear_constraints.ids.append(index)
         proto.linear_constraints.lower_bounds.append(least)
         proto.linear_constraints.upper_bounds.append(most)
-        # The format wants the columns of a row in ascending order.
+        # The format requires the columns of a row in ascending order.
         order = np.argsort(variables)
         matrix.row_ids.extend([index] * len(order))
         matrix.column_ids.extend(np.asarray(variables)[order].tolist())

@@ -23,11 +23,11 @@ _AXIS_CAP = 10_000_000
 
 _FORESTS, _PATIENCE = 100, 6
 """Neighbourhoods of a search, and searches without improvement after which it ends. With half of both, six of the
-planner's forty wide problems end at a dearer assignment."""
+planner's forty wide problems end at a more expensive assignment."""
 
 _MOST = 200_000
-"""Table entries that the solve of a neighbourhood may read: with five times as many, searches take twice as long for
-nothing."""
+"""Most table entries that the solve of a neighbourhood may read: with five times as many, searches take twice as long
+without a gain."""
 
 _AXIS_WORK = 5
 """Units of work of an axis per table entry."""
@@ -54,7 +54,7 @@ NO_ASSIGNMENT = ScoredAssignment((), float("inf"))
 
 
 def score(core: Core, places: IntArray | None, cost: float | None = None) -> ScoredAssignment:
-    """Return a choice for a core, of this cost if it is known, as an assignment of the problem; nothing if it is
+    """Map a choice for a core, with its cost if known, to an assignment of the problem; `NO_ASSIGNMENT` if it is
     forbidden."""
     if places is None:
         return NO_ASSIGNMENT
@@ -77,11 +77,11 @@ def alternate(
     """Solve one mesh axis after another exactly, with fixed labels on the others, until no axis improves.
 
     Every order of axes gives a start: the first axis is solved as if the others could be chosen freely at every node
-    and edge, the second one given the first, and so on. Under the fixed labels a node always keeps its current
-    strategy, so the cost never rises.
+    and edge, the second given the first, and so on. With fixed labels a node can always keep its current strategy, so
+    the cost never rises.
 
     Args:
-        core: the problem without dominated strategies dropped.
+        core: the problem with its dominated strategies.
         components: per node of the problem the labels [strategies, mesh axes].
         start: a known assignment.
         budget: no further exact solve starts after its end.
@@ -120,18 +120,18 @@ def _initial_assignment(core: Core, labels: IntArray, sequence: tuple[int, ...])
             return NO_ASSIGNMENT
         if places is None:
             return NO_ASSIGNMENT
-        # Later axes choose among the strategies with the label that this axis has just got.
+        # Later axes choose among the strategies with this axis's label.
         chosen = labels[:, axis] == names[projected.offset[:-1] + places][remaining.owner]
         remaining, labels = remaining.restrict(chosen), labels[chosen]
-    # Strategies may have equal labels on all axes: the cheapest of them is taken.
+    # Strategies may have equal labels on all axes: take the cheapest.
     return score(remaining, np.array([vector.argmin() for vector in remaining.vectors], dtype=np.int64))
 
 
 def _project_axis(core: Core, labels: IntArray) -> tuple[Core, IntArray]:
     """Return the core whose strategies are the labels of one axis, each at its least cost, and these labels.
 
-    The minima of nodes and edges are apart from each other: the projection is a relaxation in which the other axes are
-    chosen anew for every node and edge. It guides the first labels only; costs are exact from `_descend` on.
+    The minima of nodes and edges are independent: the projection is a relaxation in which the other axes are chosen
+    separately for every node and edge. It only guides the first labels; costs are exact from `_descend` on.
     """
     owner = core.owner
     order = np.lexsort((labels, owner))
@@ -184,7 +184,7 @@ def _solve_axis(core: Core, labels: IntArray, current: ScoredAssignment, axis: i
     try:
         exact = eliminate(restricted, cap=_AXIS_CAP)
     except WidthError:
-        # Too wide for one exact pass: some neighbourhoods in its place.
+        # Too wide for one exact pass: solve neighbourhoods instead.
         return improve(presolve(restricted, effort=FOLD), current, patience=1, budget=budget)
     return score(restricted, exact.places, exact.cost)
 
@@ -198,7 +198,7 @@ def improve(
     seed: int = 0,
     budget: Budget = UNLIMITED,
 ) -> ScoredAssignment:
-    """Solve random trees of nodes exactly with all others held, again and again; see `Descent`.
+    """Solve random trees of nodes exactly, with all others fixed, repeatedly; see `Descent`.
 
     Args:
         core: without a limit, after a presolve that drops no dominated strategies, which the start may use.
@@ -208,7 +208,7 @@ def improve(
         seed: of the random numbers.
         budget: no further search starts after its end.
     """
-    # A presolved core has no negative costs: below the constant there is nothing.
+    # A presolved core has no negative costs, so no assignment costs less than the constant.
     if not start.cost > core.constant:
         return start
     from autoshard.solver.flat.descent import Descent  # with numba
@@ -222,6 +222,6 @@ def improve(
 def soften(core: Core) -> Core:
     """Return a core in which forbidden pairs have a finite cost above that of all allowed choices together."""
     largest = [np.abs(values[np.isfinite(values)]).max(initial=0.0) for values in (*core.tables, *core.vectors)]
-    # Twice the sum of all costs: no choice of allowed pairs differs from another by more.
+    # Twice the sum of all costs: no two choices of allowed pairs differ by more.
     penalty = 1.0 + 2.0 * float(sum(largest))
     return replace(core, table=np.where(np.isinf(core.table), penalty, core.table))

@@ -1,6 +1,7 @@
 """Exact presolve: from a problem of tens of thousands of nodes to a core of hundreds or thousands.
 
-The memory constraints are reduced first: redundant moments and items go, and strategies that exceed the limit alone.
+Memory constraints are reduced first: redundant moments and items are removed, and strategies that exceed the limit
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autoshard.solver.solver_budget import UNLIMITED, Budget
 
 
 def thin_memory(core: Core) -> Core:
-    """Return the core without moments that cannot bind or that another one implies, and without items of no moment."""
+    """Return the core without moments that cannot bind or that others imply, and without items of no moment."""
     count = len(core.base)
     if not core.feasible:
         return core
@@ -37,7 +38,7 @@ def thin_memory(core: Core) -> Core:
     feasible = core.feasible and bool((base <= core.slack).all())
     # A moment at which even the largest usages fit can never bind.
     keep = base + _spread(core, most - least, count) > core.slack
-    # Between two moments at which items begin or end, the one with the largest base stands for all.
+    # Of the moments between two ends of items, the one with the largest base implies the others.
     moving = most > least
     changes = np.zeros(count + 1, dtype=bool)
     changes[core.low[moving]] = changes[core.high[moving]] = True
@@ -76,7 +77,7 @@ def forbid_oversized(core: Core) -> Core:
 
 
 def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
-    """Return the moments that no neighbouring moment implies: one that has all of its items and at least its base."""
+    """Return the moments that no adjacent moment implies by having all of their items and at least their base."""
     while True:
         kept = np.flatnonzero(keep)
         place = np.concatenate([[0], np.cumsum(keep)])
@@ -91,7 +92,7 @@ def _maximal_moments(core: Core, keep: Mask, moving: Mask, base: Array) -> Mask:
         by_next = np.append((died[1:-1] == 0) & (values[:-1] <= values[1:]), False)
         by_previous = np.append(False, (born[1:-1] == 0) & (values[1:] <= values[:-1]))
         implied = by_next | by_previous
-        # Two neighbours may imply each other: one of them must stay.
+        # Two adjacent moments may imply each other: one of them must stay.
         implied[1:] &= ~(implied[:-1] & by_previous[1:])
         if not implied.any():
             return keep
@@ -146,8 +147,8 @@ def _spread(core: Core, usages: Array, count: int) -> Array:
 
 
 FOLD, REDUCE, THOROUGH = range(3)
-"""Effort of a presolve: no choice that is allowed is lost; dominated strategies go; dominated pairs go too, which takes
-many times as long and is worth it for large problems under a limit."""
+"""Effort of a presolve: `FOLD` loses no allowed choice; `REDUCE` drops dominated strategies; `THOROUGH` drops dominated
+pairs, too, which takes many times as long and is worth it for large problems under a limit."""
 
 
 def presolve(core: Core, *, effort: int = THOROUGH, upper: float = float("inf"), budget: Budget = UNLIMITED) -> Core:
@@ -158,7 +159,7 @@ def presolve(core: Core, *, effort: int = THOROUGH, upper: float = float("inf"),
     to degree two, dominated strategies and pairs dropped, and redundant moments removed.
 
     Args:
-        core: left as it is.
+        core: not changed.
         effort: `FOLD`, `REDUCE` or `THOROUGH`.
         upper: cost of a known assignment; assignments of that cost may be lost. Costs of `core` must then be at least
             zero, as they are after a `presolve`.
@@ -167,7 +168,7 @@ def presolve(core: Core, *, effort: int = THOROUGH, upper: float = float("inf"),
     Source: Goldstein's criterion for dead ends, R. F. Goldstein, "Efficient rotamer elimination applied to protein
     side-chains and related spin glasses", 1994; on pairs, I. Lasters and J. Desmet, 1993.
     """
-    # numba takes a second to import, and narrow problems do without.
+    # numba takes a second to import, and narrow problems do not need it.
     from autoshard.solver.flat.reduction import apply_rules
 
     core = forbid_oversized(thin_memory(core))

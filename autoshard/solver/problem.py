@@ -1,8 +1,8 @@
 """The problem that the solver takes, in the terms of the public IOPDDL contest.
 
-Equal layers of a step share the tables of their edges, each at prices of its own: a `Blend` is a weighted sum of
-tables. Message passing adds up the parts while it reads them; the sum is computed only for other users. `Moments`
-are the moments at which the memory limit can bind.
+Equal layers of a step share the tables of their edges, with different weights: a `Blend` is a weighted sum of tables.
+Message passing sums the parts while it reads them; the sum is computed only for other users. `Moments` are the moments
+at which the memory limit can bind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.errors import AutoshardError
 
 Array = npt.NDArray[np.float64]
 Part = tuple[float, Array]
-"""A factor above zero, and a table."""
+"""A positive factor, and a table."""
 
 
 @dataclass(eq=False)
@@ -49,14 +49,14 @@ def blend(parts: Iterable[Part]) -> Blend:
     for factor, table in parts:
         tables[id(table)] = table
         factors[id(table)] = factors.get(id(table), 0.0) + factor
-    # Fewer parts make every pass of messages shorter: it reads each part's table.
+    # Fewer parts make message passing faster, since it reads the table of each part.
     return Blend(tuple((factors[key], table) for key, table in tables.items()))
 
 
 IntArray = npt.NDArray[np.int64]
 
 _ROUNDING = 1e-12
-"""Relative slack of the limit: sums of bytes are floats, and a sum equal to the limit must pass."""
+"""Relative slack of the limit: sums of bytes are floats, and a sum equal to the limit must fit."""
 
 
 class SolverError(AutoshardError, ValueError):
@@ -90,7 +90,7 @@ class Edge:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The tables whose sum the costs are, and their factors."""
+        """The weighted tables whose sum is the costs."""
         return self.table.parts if isinstance(self.table, Blend) else ((1.0, self.table),)
 
     def at(self, row: int, column: int) -> float:
@@ -125,7 +125,7 @@ class Problem:
     components: tuple[IntArray, ...] | None = None
 
     def __post_init__(self) -> None:
-        # The class is frozen: `asarray` hands through what is float64 already, so shared vectors stay one object.
+        # `object.__setattr__`, since the class is frozen. `asarray` keeps float64, so shared vectors stay one object.
         object.__setattr__(self, "costs", tuple(np.asarray(vector, dtype=np.float64) for vector in self.costs))
         object.__setattr__(self, "edges", _convert_tables(self.edges))
         if self.usages is not None:
@@ -146,7 +146,7 @@ class Problem:
         """Return the sum of the chosen node and edge costs; `inf` if the assignment uses something forbidden.
 
         Raises:
-            SolverError: the assignment is of another length or chooses a strategy that does not exist.
+            SolverError: the assignment has another length or chooses a strategy that does not exist.
         """
         self._check(assignment)
         total = sum(float(vector[choice]) for vector, choice in zip(self.costs, assignment, strict=True))
@@ -186,7 +186,7 @@ class Problem:
 
 def _convert_tables(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
     """Return edges with float64 tables; a table shared by many edges is converted once and stays shared."""
-    # By identity, not by content: comparing tables of a long stack of layers would cost more than the solve of one.
+    # By identity, not by content: comparing tables of many layers would take longer than solving one.
     tables: dict[int, Array] = {}
     result: list[Edge] = []
     for edge in edges:
@@ -201,7 +201,7 @@ def _convert_tables(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
 
 
 def _check_costs(costs: tuple[Array, ...]) -> None:
-    # Equal layers share their vectors and tables: each is checked once.
+    # Equal layers share vectors and tables: check each once.
     sound: set[int] = set()
     for node, vector in enumerate(costs):
         if id(vector) in sound:
@@ -280,7 +280,7 @@ def _check_components(problem: Problem) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """The moments with maximal sets of live nodes: a limit respected at these is respected always.
+    """The moments with maximal sets of live nodes: a limit that holds at these always holds.
 
     Attributes:
         count: number of moments.

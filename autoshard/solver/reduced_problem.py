@@ -1,4 +1,4 @@
-"""A smaller problem that stands for a whole one, and the way back: as cvxpy's reductions, which work in a chain."""
+"""A smaller problem in place of a whole one, and the map back, as in cvxpy's chain of reductions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autoshard.solver.problem import Array, Edge, IntArray, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedProblem:
-    """A problem whose nodes stand for one or more nodes of a whole problem, with all of their strategies or some.
+    """A problem whose nodes represent one or more nodes of a whole problem, with all or some of their strategies.
 
     Attributes:
-        whole: the problem that it stands for.
-        problem: the smaller one; the whole one where nothing was reduced.
-        order: per node of the smaller one, its time in the program; equal ones by their number.
-        lost: no assignment of the whole problem that the smaller one lacks costs less: `inf` if it lacks none, `-inf`
-            if nothing is known.
-        follows: per node of the whole problem, the node that stands for it; None if each has its own.
+        whole: the whole problem.
+        problem: the smaller problem; the whole one if nothing was reduced.
+        order: per node of the smaller problem, its time in the program; equal ones by their number.
+        lost: lower bound of the cost of assignments that the smaller problem lacks: `inf` if it lacks none, `-inf` if
+            nothing is known.
+        follows: per node of the whole problem, the node that represents it; None if each has its own.
         kept: per node of the whole problem, its strategies in the smaller one, ascending; None for all.
     """
 
@@ -35,21 +35,21 @@ class ReducedProblem:
 
     @classmethod
     def of(cls, problem: Problem, order: Sequence[float]) -> ReducedProblem:
-        """Return a problem that stands for itself."""
+        """Return the problem itself, not reduced."""
         return cls(problem, problem, order)
 
     def restrict(self, kept: Sequence[IntArray], lost: float = -inf) -> ReducedProblem:
-        """Return the problem with the costs of some strategies of every node.
+        """Return the problem with only some strategies of every node.
 
         Args:
             kept: per node its strategies, ascending.
-            lost: no assignment with another strategy costs less.
+            lost: lower bound of the cost of assignments with other strategies.
         """
         assert self.follows is None, "strategies are dropped before nodes are tied: tied tables are seldom shared"
         return replace(self, problem=_restrict(self.problem, kept), lost=min(lost, self.lost), kept=kept)
 
     def solution(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        """Return an assignment as one of the whole problem; an empty one stays empty."""
+        """Map an assignment to the whole problem; an empty one stays empty."""
         if not assignment:
             return ()
         places = tuple(assignment) if self.follows is None else tuple(assignment[node] for node in self.follows)
@@ -62,7 +62,7 @@ class ReducedProblem:
         return min(value, self.lost)
 
     def contract(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        """Return an assignment of the whole problem, in which tied nodes choose alike, as one of the smaller."""
+        """Map an assignment of the whole problem, with equal choices of tied nodes, to the smaller problem."""
         assert self.kept is None
         if self.follows is None:
             return tuple(assignment)
@@ -71,7 +71,7 @@ class ReducedProblem:
 
 
 def _restrict(problem: Problem, kept: Sequence[IntArray]) -> Problem:
-    # What was one object is one object again, so that work is done once for it.
+    # Shared objects stay shared, so that work is done once per object.
     names = [strategies.tobytes() for strategies in kept]
     vectors: dict[tuple[int, bytes], Array] = {}
     tables: dict[tuple[int, bytes, bytes], Array] = {}
@@ -102,10 +102,10 @@ def restrict_messages(
 def untie_messages(
     whole: Problem, follows: Sequence[int], along: Sequence[Array], against: Sequence[Array]
 ) -> tuple[list[Array | None], list[Array | None]]:
-    """Return messages of tied nodes as messages of the whole problem: equal parts for the edges of a pair."""
+    """Return messages of tied nodes as messages of the whole problem, in equal parts for the edges of a pair."""
     ends = [(follows[edge.source], follows[edge.target]) for edge in whole.edges]
     counts = Counter(ends)
-    # A tied problem has its edges in the order of their first ones; those between nodes tied to one have none there.
+    # A tied problem has edges in the order of first occurrence, and none between nodes that are tied to each other.
     between = [end for end in counts if end[0] != end[1]]
     along_of = {end: message / counts[end] for end, message in zip(between, along, strict=True)}
     against_of = {end: message / counts[end] for end, message in zip(between, against, strict=True)}

@@ -26,7 +26,7 @@ _WORK = 100
 """Units of work of exact elimination per table entry."""
 
 _LARGE = 10_000
-"""Nodes from which a problem without `components` goes to flat arrays at once."""
+"""Least nodes of a problem without `components` that is solved by `LargeSolver` at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +79,22 @@ def solve(
 
     Args:
         problem: the problem.
-        method: "auto" chooses among all methods: exact elimination, alternation with a proof, and, within a limit on
-            memory, presolve with prices and large neighbourhoods; the integer program where the rest of these is small
-            and its work is left. "eliminate" is exact elimination alone. "alternate"
-            solves one mesh axis after another, or large neighbourhoods where the problem has no `components`, with a
-            bound but without the effort of a proof. "ilp" is the memory-constrained integer program of Rhino 4.2 and
-            4.4.
+        method: "auto" chooses among all methods: exact elimination, alternation with a proof, and, under a memory
+            limit, presolve with prices and large neighbourhoods; and the integer program where the remaining core is
+            small and the budget allows it. "eliminate" is only exact elimination. "alternate" solves one mesh axis
+            after another, or large neighbourhoods without `components`, with a bound but without the effort of a proof.
+            "ilp" is the memory-constrained integer program of Rhino 4.2 and 4.4.
         time_limit: seconds. It shortens the search; the result is correct whenever the search ends. Reading the problem
             and the first assignment are not interrupted.
-        work_limit: units of work, about one table entry read, some 10**8 of them a second; checked between the steps of
-            the search. Two solves that end by it give the same result on machines of any speed.
+        work_limit: units of work, about one table entry read, some 10**8 per second; checked between the steps of the
+            search. Solves that end by it give the same result on machines of any speed.
         gap: relative difference of the best cost and the bound at which the search ends; checked between its steps. 0
             for a proof.
         seed: of the random numbers. The same problem and seed give the same solution, unless the time limit ends the
             search.
         progress: called with the best cost and the bound when they move.
         start: a known assignment of finite cost. If no memory limit binds, "auto" and "alternate" improve it instead of
-            searching for one of their own; a good one makes the proof shorter. It has no other effect.
+            searching for one; a good one makes the proof shorter. It has no other effect.
         proof: False if "alternate" need not find a bound, which takes most of its time.
 
     Returns:
@@ -133,7 +132,7 @@ def _solution(problem: Problem, incumbent: Incumbent, method: str, *, proved: bo
         status, bound = ("infeasible", float("inf")) if proved else ("unknown", bound)
         return Solution((), float("inf"), bound, 0.0, status, method, incumbent.seconds)
     assignment = incumbent.assignment
-    # Summed anew in the problem's own tables: costs of a search carry the rounding of reductions.
+    # Recompute from the problem's tables, since costs of a search have the rounding of reductions.
     cost = problem.cost(assignment)
     proved = proved or bound >= cost - TOLERANCE * abs(cost)
     peak = problem.peak(assignment)
@@ -151,7 +150,7 @@ def _solution(problem: Problem, incumbent: Incumbent, method: str, *, proved: bo
 
 
 class _SolveState:
-    """A problem during its solve: its best results, and the assignment that it starts from."""
+    """A problem during its solve, with its best results and the start assignment."""
 
     def __init__(self, problem: Problem, incumbent: Incumbent, seed: int, start: ScoredAssignment, proof: bool) -> None:
         self.problem = problem
@@ -170,7 +169,7 @@ class _SolveState:
 
     @cached_property
     def folded(self) -> Core:
-        """The problem without its limit, as far as it gets smaller without the loss of an allowed choice."""
+        """The problem without its limit, presolved without loss of an allowed choice."""
         return presolve(self.free, effort=FOLD)
 
     def fits(self, choices: Sequence[int]) -> bool:
@@ -223,7 +222,7 @@ def _alternate(task: _SolveState) -> bool:
     if not task.proof:
         return False
     result = certify(task.folded, candidate, cap=None, budget=task.budget.part(1.0), rounds=1)
-    # The assignment that the bound rounds may be cheaper, but exceed the limit.
+    # The rounded assignment of the bound may be cheaper, but exceed the limit.
     task.record("alternate", result.best, result.bound, phase="proof")
     return result.rest is None and (not result.best.choices or task.fits(result.best.choices))
 
@@ -244,7 +243,7 @@ def _search(task: _SolveState, budget: Budget) -> ScoredAssignment:
 def _round_relaxation(task: _SolveState) -> ScoredAssignment:
     """Return a first assignment without a start, rounded from the relaxation.
 
-    If that uses something forbidden, finite penalties lead the search out of it.
+    If it uses something forbidden, finite penalties guide the search out of it.
     """
     core = presolve(task.folded, effort=REDUCE)
     if not core.feasible:
@@ -280,13 +279,13 @@ def _solve_integer_program(
 
     No assignment that the core lacks is better than the known one.
     """
-    # numba takes a second to import, and most problems do without it.
+    # numba takes a second to import, and most problems do not need it.
     from autoshard.solver.ilp import CoreSolution, solve_core
 
     answer = CoreSolution(None, float("inf"), True)
     if core.feasible:
         start = core.contract(np.array(known.choices)) if known.choices else None
-        # A smaller core may lack strategies of the known one, which then is no start.
+        # A smaller core may lack strategies of the known assignment, which then is no start.
         if start is not None and not np.isfinite(core.value(start)):
             start = None
         answer = solve_core(core, start=start, budget=budget, seed=task.seed)
@@ -314,7 +313,7 @@ def _solve_without_limit(task: _SolveState) -> tuple[ScoredAssignment, bool]:
     candidate = _search(task, task.budget.part(0.4))
     task.record("alternate", candidate, phase="search")
     if candidate.choices and not task.fits(candidate.choices):
-        # The limit binds: a proof without it would take time from the search with prices.
+        # The limit binds: spend no time on a proof without it.
         return candidate, False
     result = certify(task.folded, candidate, budget=task.budget.part(0.7))
     best = result.best

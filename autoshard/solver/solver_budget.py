@@ -1,4 +1,4 @@
-"""The budget of a search: work, seconds, and Ctrl-C. Every loop of the solver asks one before its next step."""
+"""The budget of a search: work, seconds, and Ctrl-C. Every loop of the solver checks it before its next step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from time import monotonic
 
 
 class Budget:
-    """What a search may still take.
+    """The remaining work and time of a search.
 
     Args:
         deadline: `time.monotonic()` seconds after which no further step starts.
         work_limit: units of work (about one table entry read); None for no limit.
         gap: relative difference of cost and bound at which the search ends.
-        whole: the budget that this one is a part of: its end is the end of the part, and it counts the work.
+        whole: the budget that this one is a part of: its end ends the part, and it counts the part's work, too.
 
     Attributes:
         interrupted: True after a Ctrl-C within `interruptible`.
@@ -37,7 +37,7 @@ class Budget:
 
     @classmethod
     def of_seconds(cls, seconds: float, *, work_limit: int | None = None, gap: float = 0.0) -> Budget:
-        """Return a budget that ends so many seconds from now."""
+        """Return a budget that ends in `seconds`."""
         return cls(monotonic() + seconds, work_limit=work_limit, gap=gap)
 
     @property

@@ -34,7 +34,7 @@ class EquivalenceClasses:
     def from_hashes(hashes: npt.NDArray[np.uint64]) -> EquivalenceClasses:
         """Return classes of equal hashes."""
         _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
-        # Where nothing is equal, the order of the rows stays, which reads memory in sequence.
+        # If no rows are equal, keep their order, which reads memory sequentially.
         if len(first) < len(hashes):
             return EquivalenceClasses(first, number)
         positions = np.arange(len(hashes))
@@ -46,9 +46,9 @@ def equal_rows_and_columns(table: npt.NDArray[np.float64]) -> tuple[EquivalenceC
     if table.size < _MIN_ENTRIES:
         return None
     height, width = table.shape
-    # Random sums of the bits of a row separate almost all that differ. The entries are compared at the end.
+    # Random weighted sums of bits distinguish almost all different rows. Entries are compared at the end.
     weights = np.random.default_rng(0).integers(1, 2**63, size=max(height, width), dtype=np.uint64)
-    # As whole numbers, sums are exact (modulo 2**64), and infinity is a value like any other.
+    # As integers, sums are exact (modulo 2**64), and infinity is a value like any other.
     bits = np.ascontiguousarray(table).view(np.uint64)
     rows, columns = (
         EquivalenceClasses.from_hashes(bits @ weights[:width]),

@@ -1,7 +1,7 @@
 """TRW-S messages on a problem, which can start from those of another problem.
 
 Any messages give a lower bound, and good messages a good one. A large problem that repeats a small one starts from the
-messages of the small one, which need few changes: where the repetition begins and ends.
+messages of the small one, which change little except where the repetition begins and ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Messages(Ascent):
 
     @property
     def assignment(self) -> tuple[int, ...]:
-        """The best one rounded so far; empty if none was finite."""
+        """The best rounded assignment so far; empty if none was finite."""
         return () if self.best is None else self._choice(self.best)
 
     def _choice(self, places: IntArray) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Messages(Ascent):
         return [self.chains.messages[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
 
     def start_from(self, along: Sequence[Array | None], against: Sequence[Array | None]) -> None:
-        """Start from these messages; None leaves a message zero."""
+        """Start from these messages; None means zero."""
         for messages, others in ((self.along, along), (self.against, against)):
             for message, other in zip(messages, others, strict=True):
                 if other is not None:
@@ -87,8 +87,8 @@ class Messages(Ascent):
     def strategies_within(self, slack: float | Array) -> list[IntArray]:
         """Return per node the strategies of assignments that cost at most `slack` above the bound, ascending.
 
-        The slack is one number for all nodes, or one for each. The increase of the bound by a strategy comes from the
-        last backward pass and holds for the bound before that pass: the result is exact up to the gain of this pass.
+        The slack is one number for all nodes, or one per node. The increase of the bound by a strategy is from the last
+        backward pass and relative to the bound before it: the result is exact up to the gain of this pass.
         """
         slacks = np.broadcast_to(slack, self.problem.size)
         beliefs = self._by_node(self.chains.beliefs)
@@ -104,14 +104,14 @@ class Messages(Ascent):
 
 
 _LARGE = 1 << 14
-"""Entries from which a table is laid out once: two copies would take more time to write and to read than they save."""
+"""Least entries of a table that is stored once: two copies would take more time to write and read than they save."""
 
 
 class _TableLayout:
     """Distinct tables: small ones twice, with the rows of the source and with those of the target, large ones once.
 
-    A table that is alone on its edge is stored by classes of equal rows and columns; as a part of a sum it is stored
-    whole, since the parts of a sum rarely have the same classes.
+    A table that is alone on its edge is stored by classes of equal rows and columns; a part of a sum is stored whole,
+    since parts rarely have the same classes.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _TableLayout:
         return self._whole[id(table)]
 
     def alone(self, table: Array) -> tuple[tuple[int, int], tuple[tuple[int, int], ...]]:
-        """Return the starts of a table by classes, and of both ends the start and the number of their classes."""
+        """Return the starts of a table by classes, and the start and number of the classes of both ends."""
         if id(table) not in self._alone:
             found = equal_rows_and_columns(table)
             if found is None:

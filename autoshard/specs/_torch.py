@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Placement of a factor that is not the major one of its dim: no public name yet.
+# Shards a factor that is not the outermost of its dim; torch has no public name for it yet.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = ["StridedShard", "collectives"]

@@ -1,7 +1,4 @@
-"""Mesh axes: the dimensions of a device mesh, known by name and size alone.
-
-A mesh axis whose ranks hold unequal shares of a dynamic size, such as of a batch (Whale, 3.3.1).
-"""
+"""Mesh axes by name and size, and axes whose ranks hold unequal shares of a dynamic size (Whale, 3.3.1)."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class MeshShape:
             return mesh
         if isinstance(mesh, Mapping):
             return MeshShape(tuple(MeshAxis(str(name), size) for name, size in mesh.items()))
-        # By its attributes, so that this module needs no torch.
+        # Duck-typed, so that this module does not import torch.
         if hasattr(mesh, "mesh_dim_names"):
             sizes = tuple(mesh.shape)
             # A DeviceMesh may have no names; the plan needs some.
@@ -109,7 +106,7 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class SharedAxis:
-    """Shares in place of equal blocks: the symbols of a program whose values differ from rank to rank.
+    """A mesh axis with unequal shares, and the symbols of a program whose values differ from rank to rank.
 
     Attributes:
         axis: the index of the mesh axis.
@@ -172,18 +169,17 @@ class SharedAxis:
         """
         if not isinstance(number, (DynamicSize, Ratio)):
             return number
-        # Programs are made with equal blocks, the ceiling of the whole over the ranks; a share stands where such a
-        # block stood.
+        # Programs are made with equal blocks, ceil(whole / ranks): replace them by the share.
         expr = number.expr.xreplace({sympy.ceiling(self.whole / self.ranks): self.own_share})
         steps = sympy.cancel(expr / self.own_share) if self.own_share in expr.free_symbols else expr
-        # What still rounds the whole counts blocks of another kind, and has no counterpart in shares.
+        # A remaining rounding of the whole counts other blocks, which have no counterpart in shares.
         rounded = any(self.whole in part.free_symbols for part in expr.atoms(sympy.floor, sympy.ceiling, sympy.Mod))
         if rounded or self.own_share in steps.free_symbols:
             raise ValueError(f"{number.expr} is neither a multiple of a rank's share nor a number of the whole")
         return number if expr == number.expr else type(number).of(expr, sizes)
 
     def is_multiple(self, size: int, blocks: int) -> bool:
-        """Return True if a block, of `blocks` equal ones of `size`, is a multiple of the whole or independent of it."""
+        """Return True if `size / blocks` is an integer multiple of the whole or independent of it."""
         return not self.is_of_whole(size) or bool(sympy.cancel(size.expr / self.whole / blocks).is_Integer)  # type: ignore[attr-defined]
 
     def is_shared(self, shape: Sequence[int]) -> bool:
@@ -193,9 +189,9 @@ class SharedAxis:
         )
 
     def is_whole(self, size: int) -> bool:
-        """Return True if a size is the shared one."""
+        """Return True if a size is the shared dynamic size."""
         return isinstance(size, DynamicSize) and size.expr == self.whole
 
     def is_of_whole(self, size: int) -> bool:
-        """Return True if a size depends on the shared one."""
+        """Return True if a size depends on the shared dynamic size."""
         return isinstance(size, DynamicSize) and self.whole in size.expr.free_symbols

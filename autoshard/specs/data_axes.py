@@ -1,4 +1,4 @@
-"""Data axes: the mesh axes along which ranks have rows of their own, as loaders of data-parallel jobs yield them."""
+"""Data axes: the mesh axes along which each rank loads its own rows of the batch, as in data parallelism."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_data_axes(mesh: MeshShape, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of_rows(mesh: MeshShape, tables: Iterable[Sequence[Placement | None]]) -> tuple[str, ...]:
-    """Return the names of the axes along which one of the placements splits dim 0."""
+    """Return the names of the axes along which any of the tensors is `Shard(0)`."""
     rows = [placements for placements in tables if placements]
     return tuple(name for axis, name in enumerate(mesh.names) if any(row[axis] == Shard(0) for row in rows))
 
@@ -52,9 +52,9 @@ def row_placements(mesh: MeshShape, data_axes: Sequence[str], dim: int = 0) -> t
 
 
 def part_of_rows(mesh: MeshShape, data_axes: Sequence[str], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Return the number of parts of a batch, and the number of the part of the rank at a coordinate.
+    """Return into how many parts the data axes split a batch, and the index of the part of the rank at a coordinate.
 
-    Parts are counted in the order in which `Shard(0)` cuts them.
+    Parts are in the order of `Shard(0)`.
     """
     count, index = 1, 0
     for axis, name in enumerate(mesh.names):
@@ -64,14 +64,14 @@ def part_of_rows(mesh: MeshShape, data_axes: Sequence[str], coordinate: Sequence
 
 
 def names_with_batch(shapes: Mapping[str, Sequence[int]], *, may_be_one: bool = False) -> frozenset[str]:
-    """Return the names of the tensors that have a batch: whose first dim has the size that most of them have.
+    """Return the names of the tensors with a batch dim: those whose first dim has the most common size.
 
     Args:
         shapes: name -> shape.
-        may_be_one: True if a batch may be one row, as that of a rank: it is if the first tensor has one.
+        may_be_one: True if the batch may be a single row, as on one rank: it is if the first tensor has one row.
     """
     firsts = {name: int(shape[0]) for name, shape in shapes.items() if len(shape)}
-    # Tensors that are broadcast over the batch begin with one, too: of other tensors, one is no size of a batch.
+    # Tensors that are broadcast over the batch have a first dim of size 1, too, which must not count as a batch.
     smallest = 1 if may_be_one and next(iter(firsts.values()), 0) == 1 else 2
     sizes = Counter(size for size in firsts.values() if size >= smallest).most_common(1)
     return frozenset(name for name, size in firsts.items() if sizes and size == sizes[0][0])

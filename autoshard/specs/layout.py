@@ -14,7 +14,7 @@ from autoshard.size import ceil_div, is_dynamic
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import BlockShard, Spec, block_of, is_shard, shard_placement, split_factor_of
 
-# Shapes recur layer after layer; a guess that holds those of large models under all of their specs.
+# Shapes recur layer after layer.
 _CACHE_SIZE = 1 << 17
 
 _Result = TypeVar("_Result")
@@ -41,9 +41,9 @@ class Segment:
     Attributes:
         size: number of steps.
         axis: the mesh axis that the loop is distributed over; None if it is whole on every rank.
-        block, total: where the axis does not divide the loop, `block / total` is the largest fraction of it that one
-            rank holds, in lowest terms unless it depends on dynamic sizes. The blocks of all ranks together are longer
-            than the loop, and padding stands behind its end. Both are 0 where the axis divides the loop.
+        block, total: if the axis does not divide the loop, `block / total` is the largest fraction of it that one rank
+            holds, in lowest terms unless it depends on dynamic sizes. The blocks of all ranks together are longer than
+            the loop, with padding after its end. Both are 0 if the axis divides the loop.
     """
 
     size: int
@@ -61,7 +61,7 @@ Layout = tuple[DimLayout, ...]
 
 
 def merge_loops(segments: Sequence[Segment]) -> DimLayout:
-    """Return the same loop nest with neighbouring undistributed loops joined and loops of one step left out."""
+    """Return the loop nest with adjacent undistributed loops merged and loops of size 1 dropped."""
     result: list[Segment] = []
     for segment in segments:
         if segment.size == 1:
@@ -77,8 +77,8 @@ def merge_loops(segments: Sequence[Segment]) -> DimLayout:
 def segments_of(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Layout:
     """Return the loop nest, major to minor, of every dim of a tensor of `shape` under `spec`.
 
-    Placements are read as torch reads them: left to right over the mesh axes, each splitting the tensor that the
-    axes before it left local. Axes of size 1 leave no trace.
+    As in torch, placements apply left to right over the mesh axes: each splits the local tensor of the axes before
+    it. Axes of size 1 are ignored.
 
     Raises:
         ValueError: a dim is not divided evenly, or strided pieces of several axes do not nest.
@@ -110,13 +110,13 @@ def _uneven_error(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, axis: int
 
 
 def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: int | None) -> DimLayout | None:
-    """Return `segments` with `size` steps given to `axis`, below `outer` steps of the undistributed loops.
+    """Return `segments` with a loop of `size` steps distributed over `axis`, inside `outer` undistributed steps.
 
-    With a `block`, every rank takes that many undistributed steps, and the last ranks hold padding behind the end.
+    With a `block`, every rank takes that many undistributed steps, and the last ranks hold padding after the end.
 
     Returns:
-        None where the piece does not lie inside one undistributed loop, or the blocks do not cover a stretch, cut
-        another loop, or meet another uneven axis.
+        None if the piece is not inside one undistributed loop, or the blocks do not cover a stretch, cut another loop,
+        or meet another uneven axis.
     """
     if block is not None and (outer < 1 or block < 1 or any(segment.total for segment in segments)):
         return None
@@ -126,7 +126,7 @@ def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: in
             result.append(segment)
             continue
         if outer > 1 and segment.size > 0 and outer % segment.size == 0:
-            # This loop stands wholly outside the piece: count it off.
+            # This loop is wholly outside the distributed one: divide it out.
             outer //= segment.size
             result.append(segment)
             continue
@@ -136,16 +136,16 @@ def _distribute(segments: DimLayout, axis: int, size: int, outer: int, block: in
                 return None
             steps = segment.size // (outer * size)
         else:
-            # A block counts elements of the local tensor: loops that other axes distribute have one step there.
+            # A block counts elements of the local tensor, where loops distributed over other axes have one step.
             below = math.prod(loop.size for loop in segments[position + 1 :] if loop.axis is None)
             steps, loop_steps = block // below, segment.size // outer
             if segment.size % outer or block % below or steps * size < loop_steps:
                 return None
             if steps * size != loop_steps:
-                # Lowest terms depend on the values of dynamic sizes, and must be the same at all of them.
+                # The lowest terms of dynamic sizes differ from value to value: keep the fraction as it is.
                 common = 1 if is_dynamic(steps) or is_dynamic(loop_steps) else math.gcd(steps, loop_steps)
                 fraction = (steps // common, loop_steps // common)
-        # The loop becomes three: the steps outside the piece, those of the axis, and those that each rank keeps.
+        # Split the loop in three: the steps outside, those of the axis, and those that each rank keeps.
         pieces = (Segment(outer), Segment(size, axis, *fraction), Segment(steps))
         return merge_loops([*result, *pieces, *segments[position + 1 :]])
     return None
@@ -178,19 +178,19 @@ def _placement(dim: int, segments: DimLayout, position: int) -> Placement:
     segment, outer = segments[position], _outer_steps(segments, position)
     if not segment.total:
         return shard_placement(dim, outer)
-    # Axes behind this one split its block later, so that their steps count as part of it.
+    # Later mesh axes split this block further, so their steps are part of it.
     block = math.prod(
         loop.size for loop in segments[position + 1 :] if loop.axis is None or loop.axis > (segment.axis or 0)
     )
     alone = all(loop is segment or loop.axis is None for loop in segments)
-    # Blocks of the size that torch.chunk takes are a plain `Shard`, which a DTensor can have.
+    # Blocks of the size of torch.chunk are a plain `Shard`, which a DTensor can have.
     if alone and outer == 1 and block == ceil_div(block * segment.total // segment.block, segment.size):
         return shard_placement(dim)
     return BlockShard(dim, block, outer)
 
 
 def _outer_steps(segments: DimLayout, position: int) -> int:
-    """Return the steps of the loops above `position` that no earlier mesh axis took: torch's split factor."""
+    """Return torch's split factor: the steps of the loops above `position` that no earlier mesh axis distributes."""
     axis = segments[position].axis
     assert axis is not None
     steps, share = 1, 1
@@ -198,14 +198,14 @@ def _outer_steps(segments: DimLayout, position: int) -> int:
         if loop.axis is None or (loop.axis > axis and not loop.total):
             steps *= loop.size
         elif loop.axis > axis:
-            # That axis is split after this one: its loop still has all of its true steps, without padding.
+            # A later mesh axis distributes this loop: at this axis it has all of its true steps, without padding.
             steps, share = steps * loop.total, loop.block
     return steps // share
 
 
 @_memoize
 def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
-    """Return the normal form of all specs that place a tensor of `shape` alike.
+    """Return the normal form of a spec: equivalent specs of a tensor of `shape` have the same one.
 
     Raises:
         ValueError: a placement names a dim that the tensor does not have, or the spec has not one placement per axis.
@@ -221,7 +221,7 @@ def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
         else:
             placements.append(placement)
     normal = Spec.of(*placements)
-    # Only blocks can say the same in two ways, such as with a `Shard` whose chunks have their size.
+    # Only blocks have equivalents, such as a `Shard` whose chunks have the size of the blocks.
     if not normal.has_blocks:
         return normal
     try:
@@ -233,7 +233,7 @@ def canonical(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Spec:
 
 @_memoize
 def is_even(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> bool:
-    """Return True if every rank holds equally much and the pieces nest, so that `segments_of` succeeds."""
+    """Return True if all ranks hold the same number of elements and pieces nest: `segments_of` succeeds."""
     try:
         segments_of(shape, spec, mesh)
     except ValueError:
@@ -283,9 +283,9 @@ def _padded_segments(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Lay
     for axis, dim in of_axis.items():
         outer, block, size = split_factor_of(spec[axis]), block_of(spec[axis]), mesh.sizes[axis]
         if block is None and outer == 1 and list(of_axis.values()).count(dim) == 1:
-            # The size that torch.chunk takes.
+            # The chunk size of torch.chunk.
             block = ceil_div(shape[dim], size)
-        # Nothing is uneven about a dim without elements, and no block covers it.
+        # A dim of size 0 is even, and no block covers it.
         loops = _distribute(dims[dim], axis, size, outer, block if shape[dim] != 0 else None)
         if loops is None:
             raise _uneven_error(shape, spec, mesh, axis, dims[dim])
@@ -297,7 +297,7 @@ def _padded_segments(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> Lay
 
 
 def _gathers(segments: DimLayout) -> bool:
-    """Return True if the loops below an uneven one, gathered over its axis, end where the dim ends on every rank."""
+    """Return True if, after a gather over an uneven loop, the true elements end at the same place on every rank."""
     uneven = next((segment for segment in segments if segment.total), None)
     if uneven is None:
         return True
@@ -315,9 +315,8 @@ def local_indices(
 ) -> tuple[range | tuple[int, ...], ...]:
     """Return the indices, along every dim, of the elements that the rank at `coordinate` holds.
 
-    This defines the meaning of a shard placement: `torch.chunk` for `Shard`, and for a strided shard first
-    into `split_factor` chunks, then each of these into one chunk per rank; for blocks see `BlockShard`. Chunks may be
-    empty.
+    This defines the meaning of a shard placement. `Shard` is `torch.chunk`; a strided shard splits into `split_factor`
+    chunks, and each of these into one chunk per rank; for blocks see `BlockShard`. Chunks may be empty.
 
     Raises:
         ValueError: the spec does not fit the shape.
@@ -342,7 +341,7 @@ def local_indices(
 def _as_range(indices: list[int]) -> range | tuple[int, ...]:
     """Return consecutive indices as a range, others as a tuple."""
     first = indices[0] if indices else 0
-    # A range is cut as a view, without index tensors: nearly all shards are ranges.
+    # Ranges are sliced as views, without index tensors; nearly all shards are ranges.
     run = range(first, first + len(indices))
     return run if indices == list(run) else tuple(indices)
 
@@ -364,20 +363,20 @@ def padded_indices(
 
 def _dim_indices(segments: DimLayout, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Return the indices along a dim, in the order of the local tensor."""
-    # From the innermost loop to the outermost; `stride` counts the true elements of the loops below.
+    # From the innermost loop to the outermost; `stride` is the number of true elements of the loops inside.
     indices, stride = [0], 1
     for loop in reversed(segments):
         steps = range(loop.size) if loop.axis is None else [coordinate[loop.axis]]
         end = stride * loop.total // loop.block if loop.total else stride * loop.size
         inner = [PADDING if index == PADDING else step * stride + index for step in steps for index in indices]
-        # Behind the end of this loop, an index would name an element of the next step of the loop above.
+        # An index past the end of this loop would be an element of the next step of the enclosing loop.
         indices = [index if index < end else PADDING for index in inner]
         stride = end
     return tuple(indices)
 
 
 def _chunk(indices: range | tuple[int, ...], chunks: int, place: int) -> range | tuple[int, ...]:
-    """Return chunk number `place` of `chunks`, of the size that `torch.chunk` takes."""
+    """Return `torch.chunk(indices, chunks)[place]`, empty past the last chunk."""
     step = ceil_div(len(indices), chunks)
     return indices[place * step : (place + 1) * step]
 
@@ -388,7 +387,7 @@ def true_local_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordina
 
 
 def dim_of(placement: Placement, ndim: int) -> int:
-    """Return the dim, counted from 0, that a shard placement splits; raise `ValueError` if there is no such dim."""
+    """Return the non-negative dim of a shard placement; raise `ValueError` if there is no such dim."""
     dim: int = placement.dim  # type: ignore[attr-defined]
     if not -ndim <= dim < ndim:
         raise ValueError(f"{placement} splits dim {dim} of a tensor that has {ndim} dims.")

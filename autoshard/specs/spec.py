@@ -14,7 +14,7 @@ from autoshard.specs._torch import StridedShard
 
 
 class BlockShard(Placement):
-    """A dim in blocks of a given size, of which the last ranks of an axis may have few elements or none.
+    """A dim split into blocks of a given size; the last ranks of an axis may hold fewer elements or none.
 
     The dim consists of `split_factor` stretches. The rank at place r holds the elements r · block to (r + 1) · block of
     each, as far as they exist. `Shard` has no counterpart: for a dim (6 · 8) on an axis of 4, blocks of 16 keep every
@@ -43,9 +43,9 @@ class BlockShard(Placement):
 
 
 class Routed(Placement):
-    """Rows sorted by group, of which the data decides how many a rank holds.
+    """Rows sorted by group; the data decides how many a rank holds.
 
-    Rows are sent to groups, as tokens are to experts, and are sorted by group. With `"group"`, every rank of the axis
+    Rows are sent to groups, as tokens are to experts. With `"group"`, every rank of the axis
     holds the rows of its own stretch of the groups. With `"source"`, every rank holds the rows, of all groups, that
     come from its own stretch of the tokens. No reshard leads from or to this placement: operators that route produce
     it, and operators that gather routed rows consume it. Programs and prices count equal shares. Only plans use it.
@@ -74,15 +74,15 @@ def shard_placement(dim: int, split_factor: int = 1) -> Placement:
     """Return `Shard(dim)`, or `_StridedShard(dim, split_factor=...)` where an outer factor stays whole (Rhino 4.1)."""
     if is_dynamic(split_factor):
         return _DynamicStride(dim, split_factor)
-    # Torch treats a strided shard of factor 1 as another placement than `Shard`: one of the two must stand for both.
+    # For torch, a strided shard of factor 1 differs from `Shard`: use `Shard` for both.
     return Shard(dim) if split_factor == 1 else StridedShard(dim, split_factor=split_factor)
 
 
 class _DynamicStride(StridedShard):
-    """A strided shard whose outer factor is a dynamic size, which torch's class would make a plain number."""
+    """A strided shard whose outer factor is a dynamic size, which torch's class would convert to an int."""
 
     def __init__(self, dim: int, split_factor: int) -> None:
-        # The example's value: torch's own methods, such as its `repr`, need a number.
+        # The value in the example, since torch's methods, such as `repr`, need a number.
         super().__init__(dim, split_factor=int(split_factor))
         self.dynamic_factor = split_factor
 
@@ -118,7 +118,7 @@ def is_shard(placement: Placement) -> bool:
 
 
 def split_factor_of(placement: Placement) -> int:
-    """Return the size of the outer factor that a shard placement leaves whole; 1 for `Shard`."""
+    """Return the split factor of a shard placement, the size of its undivided outer factor; 1 for `Shard`."""
     kind = _kind_of(placement)
     if kind.dynamic:
         return placement.dynamic_factor  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ class Spec:
     @staticmethod
     def of(*placements: Placement) -> Spec:
         """Return the spec with these placements, one per mesh axis."""
-        # Equal specs are one object, so that comparing them, and looking them up, costs as much as comparing pointers.
+        # Equal specs are one object, so that comparisons and lookups compare pointers.
         return _intern(tuple(_key(placement) for placement in placements))
 
     @staticmethod
@@ -228,7 +228,7 @@ class Spec:
         """Return this spec with its dynamic sizes evaluated at `sizes`."""
         if not sizes:
             return self
-        # Only placements with dynamic sizes have keys that are no text; the others stay the objects that they are.
+        # Placements without dynamic sizes have a text as key, and are unique objects.
         keys = zip(self.placements, map(_key, self.placements), strict=True)
         return Spec.of(*(placement if isinstance(key, str) else _placement(at(key, sizes)) for placement, key in keys))
 
@@ -270,7 +270,7 @@ class Spec:
 
 @cache
 def _intern(keys: tuple[_Key, ...]) -> Spec:
-    # Not by `Spec(...)`, whose `__new__` looks up the interned spec and would call this function again.
+    # Not `Spec(...)`: its `__new__` looks up the interned spec, which would call this function again.
     spec = object.__new__(Spec)
     spec.placements = tuple(map(_placement, keys))
     spec._text = " ".join(map(placement_text, spec.placements))
@@ -283,12 +283,12 @@ def _intern(keys: tuple[_Key, ...]) -> Spec:
 
 
 _Key = str | tuple[int, int, int]
-"""The text of a placement; or, as dynamic sizes have no text, its dim, split factor and block."""
+"""The text of a placement; with dynamic sizes, which have no text, its dim, split factor and block."""
 
 
 def _key(placement: Placement) -> _Key:
     factor, block = split_factor_of(placement), block_of(placement) or 0
-    # The text of a dynamic size is that of its example: two sizes of equal examples would be one.
+    # A dynamic size prints as its value in the example: two sizes of equal values would have one key.
     if is_dynamic(factor) or is_dynamic(block):
         return (placement.dim, factor, block)  # type: ignore[attr-defined]
     return placement_text(placement)

@@ -34,8 +34,8 @@ def shard(
     Args:
         tensor: the global tensor.
         coordinate: the rank's place on the mesh, one number per axis.
-        padded: fill uneven shards up with `padding` to `local_shape`, the shape that programs work with.
-        padding: the number that pads.
+        padded: pad uneven shards with `padding` to `local_shape`, the shape that programs work with.
+        padding: the fill value.
 
     Returns:
         A contiguous copy, of shape `true_local_shape` (or `local_shape` where padded); the tensor itself
@@ -69,13 +69,13 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
     missing = [coordinate for coordinate in mesh.coordinates() if coordinate not in shards]
     if missing:
         raise ValueError(f"no shard for coordinate {missing[0]} of mesh {mesh}: every rank's local tensor is needed.")
-    # Replicas are equal: along their axes the first rank stands for all.
+    # Replicas are equal: read the first rank of their axes.
     distinct = {*spec.shard_axes, *spec.partial_axes}
     places = (range(size if axis in distinct else 1) for axis, size in enumerate(mesh.sizes))
     values = {place: shards[place] for place in itertools.product(*places)}
     for axis in reversed(spec.partial_axes):
         values = _reduce_axis(values, axis, _REDUCTIONS[_operation(spec, axis)])
-    # Whole on every rank: no copy is made.
+    # Whole on every rank: no copy needed.
     if not spec.shard_axes:
         return values[(0,) * mesh.ndim]
     result = next(iter(values.values())).new_empty(tuple(shape))
@@ -88,13 +88,13 @@ def unshard(shards: Mapping[Coordinate, Tensor], spec: Spec, mesh: MeshShape, sh
 def _element_places(
     shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """Return the places that hold elements, and the length, of every dim of a padded local tensor."""
+    """Return, for every dim of a padded local tensor, the positions of true elements and the length."""
     padded = padded_indices(shape, spec, mesh, coordinate)
     return [([place for place, index in enumerate(dim) if index != PADDING], len(dim)) for dim in padded]
 
 
 def _spread(local: Tensor, dim: int, places: tuple[list[int], int], padding: float) -> Tensor:
-    """Return `local` with its slices along `dim` put at their places in a longer dim, and padding elsewhere."""
+    """Scatter the slices of `local` along `dim` to their positions in a longer dim, and pad the rest."""
     positions, length = places
     if len(positions) == length:
         return local
@@ -107,7 +107,7 @@ def _without_padding(
 ) -> Tensor:
     """Return a local tensor without its padding, if it has any."""
     sizes = [len(index) for index in local_indices(shape, spec, mesh, coordinate)]
-    # Padding stands at the end of a dim.
+    # Without blocks, padding is at the end of a dim.
     if not spec.has_blocks:
         return value[tuple(slice(size) for size in sizes)]
     if list(value.shape) != sizes:
@@ -121,7 +121,7 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     missing = [size - present for size, present in zip(shape, tensor.shape, strict=True)]
     if not any(missing):
         return tensor
-    # `pad` takes pairs of (before, behind), the last dim first.
+    # `pad` takes pairs (before, after), last dim first.
     return torch.nn.functional.pad(tensor, [size for extra in reversed(missing) for size in (0, extra)])
 
 
@@ -148,7 +148,7 @@ def _reduce_axis(
 
 def _put(tensor: Tensor, indices: Sequence[range | tuple[int, ...]], value: Tensor) -> None:
     """Write `value` to the elements at `indices`."""
-    # Ranges become views: a shard is copied at once, and only scattered elements need index tensors.
+    # Ranges become views: only scattered elements need index tensors.
     for dim, index in enumerate(indices):
         if isinstance(index, range):
             tensor = tensor.narrow(dim, index.start if len(index) else 0, len(index))
@@ -160,7 +160,7 @@ def _put(tensor: Tensor, indices: Sequence[range | tuple[int, ...]], value: Tens
 
 
 def _open_grid(indices: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return index tensors, one per dim, that address the product of `indices`."""
+    """Return index tensors, one per dim, that address the Cartesian product of `indices` (as `numpy.ix_`)."""
     return tuple(
         torch.tensor(list(index), dtype=torch.int64, device=device).view([-1] + [1] * (len(indices) - dim - 1))
         for dim, index in enumerate(indices)
@@ -185,5 +185,5 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "min": lambda values: reduce(torch.minimum, values),
 }
 
-# The neutral element, which all ranks but the first hold; None where they hold the value itself.
+# The neutral element, held by all ranks but the first; None where all hold the value itself.
 _NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max": None, "min": None}

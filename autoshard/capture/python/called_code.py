@@ -1,8 +1,8 @@
-"""Python code that an exported graph calls as it is: functions with their own backward, and hooks of gradients.
+"""Python code that an exported graph calls unchanged: functions with their own backward, and hooks of gradients.
 
-`torch.export` traces only the forward half of such code. So the code is kept whole: while a module is exported, one
-operator stands for it in the graph. Afterwards a node calls the code again whenever the graph is run. A trace of the
-joint graph runs the code under autograd, and so finds operators for its backward that have rules.
+`torch.export` traces only the forward half of such code, so the code is kept whole: while a module is exported, one
+operator represents it in the graph. Afterwards a node calls the code whenever the graph is run. A trace of the joint
+graph runs the code under autograd, and so finds operators for its backward that have rules.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autoshard.capture.replacements import Exportable, current_replacements
 from autoshard.errors import CaptureError
 from autoshard.operator_library import define_for_autograd
 
-_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
+_attributes: Any = Tensor  # attributes of the class are descriptors, which type checkers do not know
 SET_GRAD = _attributes.grad.__set__
 
 
 class TensorScope(Exportable):
-    """Mode in which code runs that a graph calls; parts of it that run later, such as backward, enter it again.
+    """Mode for code that a graph calls; parts of it that run later, such as backward, re-enter it.
 
     Losses, bags, recurrent layers and attention are computed in it as in exported code.
     """
@@ -38,7 +38,7 @@ class TensorScope(Exportable):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Equal and not identical: every access of the descriptor makes a new object.
+        # `==`, not `is`: every access of the descriptor makes a new object.
         if func == SET_GRAD:
             raise CaptureError(
                 f"{running_line()} sets the gradient of a tensor in the midst of backward: no graph can hold that. "
@@ -56,15 +56,15 @@ class TensorScope(Exportable):
         return result
 
     def resolve(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to read in place of one that the code reads."""
+        """Return the tensor to read in place of `tensor`."""
         return tensor
 
     def note(self, result: Any) -> None:
-        """Note the result of a call."""
+        """Record the result of a call."""
 
 
 class FreeTensors(TensorScope):
-    """Scope that finds the tensors that code reads, and that are neither its arguments nor made by it.
+    """Scope that finds the free tensors of code: those that it reads but neither takes as arguments nor makes.
 
     Args:
         given: the arguments of the code.
@@ -77,7 +77,7 @@ class FreeTensors(TensorScope):
         super().__init__()
         self.tensors: list[Tensor] = []
         self._versions: list[int] = []
-        # Tensors of the code stay alive, so that no id and no number of memory stands for two.
+        # Keep the code's tensors alive, so that ids and storages are not reused.
         self._own: dict[int, Tensor] = {}
         self._memory: set[int] = set()
         for tensor in given:
@@ -88,7 +88,7 @@ class FreeTensors(TensorScope):
         return any(version_of(tensor) != version for tensor, version in zip(self.tensors, self._versions, strict=True))
 
     def resolve(self, tensor: Tensor) -> Tensor:
-        # Autograd hands out saved tensors as new objects over memory that is known.
+        # Autograd returns saved tensors as new objects over known memory.
         if id(tensor) not in self._own and storage_of(tensor) not in self._memory:
             self.tensors.append(tensor)
             self._versions.append(version_of(tensor))
@@ -104,10 +104,10 @@ class FreeTensors(TensorScope):
 
 
 class Substitution(TensorScope):
-    """Scope that gives code other tensors than those that it was exported with.
+    """Scope that replaces the tensors with which code was exported.
 
     Args:
-        tensors: replacements, by the `id` of the tensors that the code names.
+        tensors: `id` of a tensor that the code names -> its replacement.
     """
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
@@ -126,7 +126,7 @@ operators = torch.ops.autoshard
 
 @dataclass(eq=False, repr=False)
 class PythonCall:
-    """Code that a node calls with the tensors of a run in place of the tensors that it had in the export.
+    """Code that a node calls with the tensors of a run, in place of those of the export.
 
     Attributes:
         name: of the call in a printed graph.
@@ -134,11 +134,11 @@ class PythonCall:
         body: the code.
         has_effect: True if the code is called for its effect, and returns nothing.
         history: number of leading operands whose autograd history the code needs.
-        alone: code with the same results that needs no history; `body` where it is None.
-        shares_state: True if the code acts together with other calls, unseen by the graph.
+        alone: code with the same results that needs no history; None for `body`.
+        shares_state: True if the code shares state with other calls that the graph does not show.
         where: the user's line that made the call.
         changes_operands: True if the code changes operands in place, and returns them.
-        free: the tensors that the code reads besides its arguments, each under all its names.
+        free: the tensors that the code reads besides its arguments, each with all its names.
     """
 
     name: str
@@ -153,7 +153,7 @@ class PythonCall:
     free: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        # The names by which a graph prints the function that a node calls.
+        # A graph prints the function that a node calls by these names.
         self.__name__ = self.__qualname__ = self.name
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
@@ -173,7 +173,7 @@ class PythonCall:
     def __str__(self) -> str:
         return self.text
 
-    # A copied graph calls the same code, whose tensors `free` knows by identity.
+    # A copied graph calls the same code; `free` has its tensors by identity.
     def __deepcopy__(self, memo: dict[int, Any]) -> PythonCall:
         return self
 
@@ -185,7 +185,7 @@ class PythonCalls:
     Attributes:
         module: the exported module.
         mutations: record of the changes of Python objects.
-        module_tensors: parameters and buffers by name, as they are outside of the export.
+        module_tensors: parameters and buffers outside of the export, by name.
         calls: the calls, by the number in the operator.
     """
 
@@ -202,15 +202,14 @@ class PythonCalls:
         return any(tensor is each for _, each in module_tensors(self.module))
 
     def add(self, call: PythonCall, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
-        """Put a call into the graph that is being exported, and return its results.
+        """Add a call to the graph that is being exported, and return its results.
 
         Raises:
-            CaptureError: the code changes a tensor in place, and neither returns it nor says `ctx.mark_dirty`.
+            CaptureError: the code changes a tensor in place, and neither returns it nor calls `ctx.mark_dirty`.
         """
         given = list(tensors)
         free = _try_call(call, given, list(sizes), self.mutations)
-        # While it is exported, a module has other parameters than outside, where the graph is run later: the code may
-        # name either.
+        # During export a module has different parameters than later, when the graph is run: the code may name either.
         named = {id(tensor): name for name, tensor in module_tensors(self.module)}
         for tensor in free:
             name = named.get(id(tensor))
@@ -231,10 +230,10 @@ def module_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutations: Mutations) -> list[Tensor]:
-    """Run the code and its backward unseen by the export, and return the free tensors that it reads."""
-    scope = FreeTensors([] if call.has_effect else tensors)  # a hook is given no more than a gradient
+    """Run the code and its backward hidden from the export, and return the free tensors that it reads."""
+    scope = FreeTensors([] if call.has_effect else tensors)  # a hook takes only a gradient
     versions = [version_of(tensor) for tensor in tensors]
-    # Without the modes of the export, which would write each operator of the code into the graph.
+    # Without the modes of the export, which would add each operator of the code to the graph.
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
     with outside_modes(), mode:
         results = call.body(tensors, sizes, scope)
@@ -254,7 +253,7 @@ def _try_call(call: PythonCall, tensors: list[Tensor], sizes: list[int], mutatio
 
 def _differentiate(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Run the backward to find the tensors that it reads; its errors are those of tracing."""
-    # Backward reads more than forward does: tensors that only it names are found by running it.
+    # Only running it finds the tensors that only backward names.
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     if wanted and differentiable:
@@ -286,13 +285,13 @@ def _run_for_effect(tensors: list[Tensor], sizes: list[int], number: int) -> Non
     _run(tensors, sizes, number)
 
 
-# The effect is declared as a change of the tensors: a call without results would be dropped as dead code.
+# Declared to change its tensors, since a call without results would be dropped as dead code.
 define_for_autograd("python_call(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]", _run)
 define_for_autograd("python_effect(Tensor(a!)[] tensors, SymInt[] sizes, int number) -> ()", _run_for_effect)
 
 
 def replace_python_calls(graph: fx.Graph, calls: PythonCalls) -> None:
-    """Replace the operators that stand for calls by the calls."""
+    """Replace the operators that represent calls by the calls."""
     for target in (operators.python_call.default, operators.python_effect.default):
         for node in graph.find_nodes(op="call_function", target=target):
             node.target = calls.calls[node.args[-1]]

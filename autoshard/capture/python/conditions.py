@@ -1,7 +1,7 @@
 """Numbers in inputs and buffers that Python reads while `forward` is captured.
 
-A graph holds the branches that the example took. A call in which a value read from an input or a buffer differs needs
-another graph: a program reads the values again.
+A graph has the branches that the example took. A call in which a value read from an input or a buffer differs needs
+another graph: a program rereads the values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autoshard.errors import InputError
 
 aten = torch.ops.aten
 
-# Programs for the values of one line. The number is a guess: a flag or a small enumeration stays well below it.
+# Most programs for the values of one line: a flag or a small enumeration needs far fewer.
 _MAX_VALUES = 16
 
 
 class NoNumbersError(Exception):
-    """The code reads numbers of an input, by its name, or of a `ModuleTensor`, which do not exist."""
+    """The code reads the values of an input (by name) or a `ModuleTensor` that has none."""
 
     def __init__(self, source: str | ModuleTensor) -> None:
         super().__init__(str(source))
@@ -38,7 +38,7 @@ class ModuleTensor:
     """A buffer of the user's module, or a tensor in one of its attributes.
 
     Attributes:
-        path: the expression by which a user writes it, such as `self.encoder.stride`.
+        path: the user's expression for it, such as `self.encoder.stride`.
         table: of the module that holds it.
         name: its key in `table`.
     """
@@ -52,19 +52,19 @@ class ModuleTensor:
 
     @property
     def tensor(self) -> Tensor:
-        """The present tensor, which may have become another one."""
+        """The current tensor, which may have been replaced."""
         held: Tensor = self.table[self.name]
         return held
 
     def numbers(self) -> Tensor | None:
-        """Return the present tensor; None if it has no numbers."""
-        with outside_functions():  # code in `forward` sees the fake one in its place
+        """Return the current tensor; None if it has no values."""
+        with outside_functions():  # code in `forward` sees the fake tensor instead
             return numbers_of(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A value that Python read from the numbers in inputs and buffers.
+    """A value that Python read from inputs and buffers.
 
     Attributes:
         line: the user's line, such as `model.py:12 (if mask.all():)`.
@@ -77,19 +77,19 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class Conditions:
-    """The values that a captured graph depends on, read from the numbers in its inputs and in what the module holds.
+    """The values that a captured graph depends on, read from its inputs and from tensors of the module.
 
     Attributes:
-        inputs: what is read, in the order of the program's arguments: inputs by name, and tensors of the module.
+        inputs: the tensors that are read, in the order of the program's arguments: inputs by name, and module tensors.
         readings: the values in the example.
-        program: from these inputs to flags, one for each reading: True if the value is that of the example.
+        program: maps these inputs to one flag per reading: True if the value is that of the example.
     """
 
     inputs: tuple[str | ModuleTensor, ...] = ()
     readings: tuple[Reading, ...] = ()
     program: fx.GraphModule | None = None
     _device: torch.device = DEVICE
-    # The numbers of all that the module holds when the values were last those of the example.
+    # The data of all module tensors when the values were last those of the example.
     _numbers: list[Tensor] | None = None
 
     def flags(self, tensors: Mapping[str, Tensor]) -> list[bool]:
@@ -99,7 +99,7 @@ class Conditions:
         sources = [tensors[source] if isinstance(source, str) else source.tensor for source in self.inputs]
         passed = [tensor.detach() for tensor in sources]
         inputs = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in passed]
-        # Without numbers there is no answer, and the graph is not known to be right.
+        # Without data there is no answer, and the graph may be wrong.
         if any(tensor.is_meta for tensor in inputs):
             return [False] * len(self.readings)
         device = inputs[0].device
@@ -112,7 +112,7 @@ class Conditions:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return True if a call with these inputs would be captured as the same graph."""
-        # Every call asks, and the numbers in buffers hardly ever change: to compare them takes no program.
+        # Runs at every call, and buffers hardly ever change: compare them without the program.
         held = [source.tensor for source in self.inputs if isinstance(source, ModuleTensor)]
         only_held = len(held) == len(self.inputs) and not any(tensor.is_meta for tensor in held)
         numbers = _join(held) if held and only_held else None
@@ -143,7 +143,7 @@ class Conditions:
 
 
 def check_conditions(known: Sequence[Conditions]) -> None:
-    """Raise an error if one kind of call needs one graph after another, because of the numbers in its inputs.
+    """Raise an error if one kind of call needs more and more graphs because of values in its inputs.
 
     Raises:
         InputError: a line has read too many different values.
@@ -162,7 +162,7 @@ def check_conditions(known: Sequence[Conditions]) -> None:
 
 
 def _join(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the numbers of all tensors in one copy per device and dtype, to compare them at once."""
+    """Return one concatenated copy of all tensors per device and dtype, to compare them at once."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().reshape(-1))
@@ -170,7 +170,7 @@ def _join(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Return True if two results of `_join` have the same numbers."""
+    """Return True if two results of `_join` are equal."""
     return len(first) == len(second) and all(
         one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
         for one, other in zip(first, second, strict=True)
@@ -178,13 +178,13 @@ def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 
 class InputProgram:
-    """The part of a graph under construction that is computed from inputs and constants alone, with its values.
+    """The part of a graph under construction that depends only on inputs and constants, with its values.
 
-    Every operator that is copied into the program is run on the example's numbers at once.
+    Every operator that is copied into the program is run on the example at once.
 
     Args:
-        inputs: names and tensors of the example, by the nodes that stand for them; None for a tensor without numbers.
-        held: the tensors of the user's module, by the identity of the fake ones that stand for them.
+        inputs: node -> name and tensor of the example; None for a tensor without data.
+        held: identity of a fake tensor -> the tensor of the user's module.
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class InputProgram:
         self._flags: list[fx.Node] = []
         self._readings: list[Reading] = []
         self._read: set[fx.Node] = set()
-        self._fixed: set[fx.Node] = set()  # computed from constants alone
+        self._fixed: set[fx.Node] = set()  # computed from constants only
         self._named: dict[str | ModuleTensor, fx.Node] = {}
 
     def _sources(self, node: fx.Node, root: nn.Module) -> list[fx.Node] | None:
-        """Return the nodes that a node is computed from, in order; None if not from inputs and constants alone."""
+        """Return the nodes that a node is computed from, in order; None if not only from inputs and constants."""
         sources: set[fx.Node] = set()
         waiting = [node]
         changes = [(change, base) for change in node.graph.nodes for base in changed_memory(change)]
@@ -217,13 +217,13 @@ class InputProgram:
                 return None
             sources.add(source)
             waiting += source.all_input_nodes[:1] if _is_like(source) else source.all_input_nodes
-            # The graph is not functional yet: changes in place of the memory are sources, too.
+            # The graph is not functional yet: in-place changes of the memory are sources, too.
             bases = {base_of(source), source}
             waiting += [change for change, changed in changes if changed in bases]
         return sorted(sources)
 
     def _is_known(self, node: fx.Node, root: nn.Module) -> bool:
-        """Return True if a node has numbers where its operands have."""
+        """Return True if a node has a value if its operands do."""
         if node.op == "placeholder":
             return node in self._inputs
         if node.op == "get_attr":
@@ -236,7 +236,7 @@ class InputProgram:
             return False
         if not isinstance(node.target, OpOverload):
             return getattr(node.target, "__module__", "") == "_operator"
-        # The program runs outside of autocast, which would cast what these operators take.
+        # The program runs outside of autocast, which would cast the operands of these operators.
         cast = torch.is_autocast_enabled("cpu") and node.target._schema.name.removeprefix("aten::") in _CAST
         return node.target.namespace == "aten" and not is_random(node) and not cast
 
@@ -248,10 +248,10 @@ class InputProgram:
             root: the module of its constants.
 
         Returns:
-            The node; None where more than inputs and constants make the value.
+            The node; None if the value depends on more than inputs and constants.
 
         Raises:
-            NoNumbersError: the example has no numbers.
+            NoNumbersError: the example has no data.
         """
         sources = self._sources(node, root)
         if sources is None:
@@ -259,7 +259,7 @@ class InputProgram:
         for source in sources:
             if source in self._inputs and self._inputs[source][1] is None:
                 raise NoNumbersError(self._inputs[source][0])
-        # Copies are shared only where no memory is changed in place: another node may need the value before a change.
+        # Copies are shared only without in-place changes: another node may need the value before a change.
         changes = any(is_in_place(source) for source in sources)
         copies = {} if changes else self._copies
         for source in sources:
@@ -268,7 +268,7 @@ class InputProgram:
         return copies[node]
 
     def is_fixed(self, copy: fx.Node) -> bool:
-        """Return True if a node of the program is computed from constants alone."""
+        """Return True if a node of the program is computed from constants only."""
         return copy in self._fixed
 
     def value(self, copy: fx.Node) -> Any:
@@ -278,7 +278,7 @@ class InputProgram:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add an operator to the program, and return its node."""
         node = self._graph.call_function(target, args, kwargs)
-        # The same in every call: to read it is no condition.
+        # Equal in every call, so reading it is no condition.
         if self._fixed.issuperset(node.all_input_nodes):
             self._fixed.add(node)
         with outside_functions(), torch.no_grad():
@@ -287,7 +287,7 @@ class InputProgram:
         return node
 
     def read(self, copy: fx.Node, line: str) -> None:
-        """Note that Python read the value of a node: calls with another value need another graph."""
+        """Record that Python read the value of a node: calls with another value need another graph."""
         if copy in self._read or copy in self._fixed:
             return
         self._read.add(copy)
@@ -304,7 +304,7 @@ class InputProgram:
             name, value = self._inputs[node]
             assert value is not None
             copy = self._input(name, value)
-            # A mixed precision policy may have cast the input; the caller's own must not be changed in place.
+            # Mixed precision may have cast the input; the caller's tensor must not be changed in place.
             dtype = node.meta["val"].dtype
             return self.call(aten.to.dtype, copy, dtype, False, True) if changes or value.dtype != dtype else copy
         if node.op == "get_attr":
@@ -313,7 +313,7 @@ class InputProgram:
             name = f"constant_{len(self._values)}"
             copy = self._graph.get_attr(name)
             self._fixed.add(copy)
-            # A copy: the model may change its tensor in place later.
+            # A copy, since the model may change its tensor in place later.
             with outside_functions():
                 self._values[copy] = self._constants[name] = constant.detach().clone()
             return copy
@@ -342,14 +342,14 @@ class InputProgram:
             return Conditions()
         placeholders = self._graph.find_nodes(op="placeholder")
         names = {node: name for name, node in self._named.items()}
-        # Arguments keep their places, and changes in place are not dead though nothing reads their results.
+        # Keep all arguments, and in-place changes, which are not dead though nothing reads their results.
         self._graph.output(list(self._flags))
         self._graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or is_in_place(node))
         program = fx.GraphModule(self._constants, self._graph)
         return Conditions(tuple(names[node] for node in placeholders), tuple(self._readings), program)
 
 
-# Operators that read only the shape of their second operand, and the operators that take the shape itself.
+# Operators that read only the shape of their second operand -> operators that take the shape itself.
 _LIKE: Mapping[Any, Any] = {
     aten.expand_as.default: aten.expand.default,
     aten.view_as.default: aten.view.default,
@@ -358,7 +358,7 @@ _LIKE: Mapping[Any, Any] = {
 
 
 def _is_like(node: fx.Node) -> bool:
-    """Return True if a node reads the shape of a tensor, and that shape is the same in all calls."""
+    """Return True if a node only reads the shape of a tensor, and the shape is the same in all calls."""
     return node.target in _LIKE and all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
@@ -366,17 +366,17 @@ _CAST = operators_under_autocast("CPU")
 
 
 def _is_same(now: Tensor, value: Tensor) -> Tensor:
-    """Return a flag: True if two tensors have the same shape and numbers."""
+    """Return a flag: True if two tensors have the same shape and values."""
     return (now == value).all() if now.shape == value.shape else torch.zeros((), dtype=torch.bool, device=now.device)
 
 
 def numbers_of(tensor: object) -> Tensor | None:
-    """Return a tensor of the caller's that has numbers; None for a fake one, one on the meta device, or a shard."""
+    """Return a tensor of the caller's if it has data; None for a fake tensor, one on the meta device, or a shard."""
     return tensor if type(tensor) is Tensor and not tensor.is_meta else None
 
 
 def _constant(held: object) -> Tensor | None:
-    """Return the numbers of a constant; None where there are none."""
+    """Return the value of a constant; None if it has no data."""
     if isinstance(held, FakeTensor):
         held = held.constant
     return held if isinstance(held, Tensor) and not held.is_meta else None

@@ -1,6 +1,6 @@
 """Stand-ins for numbers that `forward` only counts with, and for containers that it only fills.
 
-They are no condition of a graph: the stand-ins find out when they are read, and raise an error or note it.
+They are no condition of a graph: a stand-in that is read raises an error or records it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 Number = int | float
-# An operation, its operand beside the counter, and a flag: True if that operand comes first.
+# An operation, its other operand, and a flag: True if that operand comes first.
 Step = tuple[Callable[[Any, Any], Any], Number, bool]
 
 _ARITHMETIC = {
@@ -24,7 +24,7 @@ _ARITHMETIC = {
     "mod": operator.mod,
     "pow": operator.pow,
 }
-# Special methods by which code reads a number; results of these are no counters.
+# Special methods that read a number; their results are no counters.
 READS = (
     *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "round", "trunc", "floor", "ceil"),
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "divmod", "rdivmod"),
@@ -33,7 +33,7 @@ READS = (
 
 
 class CounterError(Exception):
-    """The graph, or a branch in `forward`, depends on a number that `forward` counts with."""
+    """The graph, or a branch in `forward`, depends on a counter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +42,8 @@ class Counter:
 
     Attributes:
         path: of the attribute.
-        read: filled with the path if anything depends on the number.
-        current: returns the number that the user's attribute has now.
+        read: gets the path if anything depends on the number.
+        current: returns the current number of the user's attribute.
         steps: the arithmetic on the number since.
     """
 
@@ -53,7 +53,7 @@ class Counter:
     steps: tuple[Step, ...] = ()
 
     def result(self) -> Any:
-        """Return the present number of the attribute after these steps."""
+        """Return the current number of the attribute after these steps."""
         number = self.current()
         for operation, operand, comes_first in self.steps:
             number = operation(operand, number) if comes_first else operation(number, operand)
@@ -65,14 +65,14 @@ class Counter:
 
 
 def _refuse(counter: Any, *_: Any, **__: Any) -> NoReturn:
-    # The path is noted besides, since code may catch the error.
+    # Also record the path, since code may catch the error.
     counter.read.append(counter.path)
     raise CounterError(counter.path)
 
 
 def _arithmetic(operation: Callable[[Any, Any], Any], comes_first: bool) -> Callable[[Counter, Any], Counter]:
     def apply(counter: Counter, operand: Any) -> Counter:
-        # Another operand, such as a tensor, would get the number into what is computed.
+        # With another operand, such as a tensor, the graph would depend on the number.
         if type(operand) not in (int, float, bool):
             _refuse(counter)
         steps = (*counter.steps, (operation, operand, comes_first))
@@ -97,7 +97,7 @@ class ContainerStandIn:
     Attributes:
         path: of the attribute or variable.
         cleared: True if the code called `clear`.
-        read: filled with the path if anything depends on the contents.
+        read: gets the path if anything depends on the contents.
     """
 
     path: str
@@ -105,7 +105,7 @@ class ContainerStandIn:
     read: list[str]
 
 
-# Methods by which objects are made and treated as such, whatever is in them. All others but writes read the contents.
+# Methods that do not depend on the contents. All others but writes read them.
 _ALLOWED_METHODS = frozenset(
     {
         *("__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__init_subclass__", "__doc__"),
@@ -135,7 +135,7 @@ FILLABLE = (list, deque, dict)
 def container_stand_in(container: FillableContainer, path: str, read: list[str]) -> FillableContainer:
     """Return a stand-in for a container of one of the types of `FILLABLE`."""
     kind = _STAND_INS[type(container)]
-    # C code reads containers without their methods: one element of no use makes it fail, where an empty one would not.
+    # C code reads containers without their methods: a useless element makes it fail, unlike an empty container.
     useless = object()
     stand_in: Any = kind({useless: useless}) if isinstance(container, dict) else kind([useless])
     stand_in.path, stand_in.cleared, stand_in.read = path, False, read
@@ -144,7 +144,7 @@ def container_stand_in(container: FillableContainer, path: str, read: list[str])
 
 def added_entries(container: Any) -> tuple[dict[Any, Any], bool]:
     """Return the entries that were added to a stand-in, by key or position, and True if it was cleared before."""
-    # Methods of the type itself: those of the stand-in raise errors.
+    # Methods of the type itself, since those of the stand-in raise errors.
     kind = next(kind for kind in FILLABLE if isinstance(container, kind))
     first = 0 if container.cleared else 1
     if isinstance(container, dict):

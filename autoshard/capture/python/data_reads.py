@@ -1,4 +1,4 @@
-"""Reads of the numbers in tensors by Python while `forward` is exported, answered by the example."""
+"""Reads of tensor values by Python while `forward` is exported, answered from the example."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ READS = (
     Tensor.is_nonzero,
     torch.is_nonzero,
 )
-"""Functions that return the numbers in a tensor to Python."""
+"""Functions that return values of a tensor to Python."""
 
 # The file of the code that validates distributions.
 _DISTRIBUTION = str(distribution.__file__)
@@ -50,9 +50,9 @@ class RuntimeCheck:
     Attributes:
         line: the user's line that reads it, such as `model.py:12 (if not x.isfinite().all():)`.
         wanted: the value that the graph assumes.
-        message: of the error that the line raises otherwise; empty where it takes another branch.
+        message: of the error that the line raises otherwise; empty if it takes another branch.
         error: the type of that error.
-        decides: True if anything that `forward` computes or leaves behind depends on the flag.
+        decides: True if any result or effect of `forward` depends on the flag.
     """
 
     line: str
@@ -62,7 +62,7 @@ class RuntimeCheck:
     decides: bool = True
 
     def fail(self) -> None:
-        """Raise the error of a run in which the flag has another value; warn where nothing depends on it."""
+        """Raise the error of a run in which the flag has another value; warn if nothing depends on it."""
         if not self.decides:
             warn_caller(
                 f"{self.line} asks for numbers that forward computes, and the answer is {not self.wanted} in this "
@@ -80,20 +80,20 @@ class RuntimeCheck:
 
 
 class DataReads(TorchFunctionMode):
-    """Mode in which `forward` reads numbers of its inputs from the example, and of buffers from the module.
+    """Mode in which `forward` reads values of inputs from the example, and of buffers from the module.
 
     Such reads are those of branches, Python numbers, and sizes of results. Each is a condition of the graph. A read of
-    a flag that the graph computes has the answer that all ordinary numbers give, if there is one, and is a check of
-    every run. All other reads are left to torch.
+    a flag that the graph computes is answered with the value that all ordinary numbers give, if there is one, and
+    checked at every run. torch handles all other reads.
 
     Args:
-        examples: the tensors of the example by name; those on the meta device and fake ones have no numbers.
+        examples: the tensors of the example by name; those on the meta device and fake ones have no data.
         note_number: called with every other number that is read, and its tensor.
 
     Attributes:
-        assumptions: flags in the graph under construction, tensors of one element, which every run has to check.
-        program: what is read from inputs and buffers.
-        running: True while `forward` runs; the mode answers no other code.
+        assumptions: flags in the graph under construction, tensors of one element, that every run has to check.
+        program: the reads from inputs and buffers.
+        running: True while `forward` runs; the mode handles no other code.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DataReads(TorchFunctionMode):
         self._examples = examples
         self.program = InputProgram({})
         self.running = False
-        # torch passes the function that was called: a method, and the function of its name, are two of them.
+        # torch passes the called function: a method and the function of that name are different.
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{read: partial(self._number, read) for read in READS},
             torch._assert: self._assert,
@@ -135,7 +135,7 @@ class DataReads(TorchFunctionMode):
         """Begin to answer the reads of a call.
 
         Args:
-            inputs: the tensors that it takes, by name.
+            inputs: its input tensors, by name.
             held: fake buffers, and tensors in attributes, with those of the user's module.
         """
         nodes: dict[fx.Node, tuple[str | ModuleTensor, Tensor | None]] = dict(self._nodes(inputs))
@@ -150,19 +150,19 @@ class DataReads(TorchFunctionMode):
         self.assumptions, self.running = [], True
 
     def _copy(self, tensor: object) -> fx.Node | None:
-        """Return the program's node for a tensor computed from inputs and constants alone; None for any other."""
+        """Return the program's node for a tensor computed from inputs and constants only; None for any other."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) else None
         return None if traced is None else self.program.copy(*traced)
 
     def _nodes(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[fx.Node, tuple[str, Tensor | None]]]:
-        """Yield the nodes of inputs, with their names and the example's tensors, where these have numbers."""
+        """Yield the nodes of inputs, with their names and the example's tensors (None without data)."""
         for name, tensor in inputs.items():
             traced = traced_node(tensor)
             if traced is not None:
                 yield traced[0], (name, numbers_of(self._examples.get(name)))
 
     def _copy_or_none(self, tensor: object) -> fx.Node | None:
-        """Return the program's node for a tensor as `_copy` does; None also where the example has no numbers."""
+        """Return the program's node for a tensor as `_copy` does; None also if the example has no data."""
         try:
             return self._copy(tensor)
         except NoNumbersError:
@@ -175,7 +175,7 @@ class DataReads(TorchFunctionMode):
         return value
 
     def _answer(self, tensor: object) -> fx.Node | None:
-        """Return the program's node for a tensor as `_copy` does, or raise an error for an example without numbers."""
+        """Return the program's node for a tensor as `_copy` does, or raise an error for an example without data."""
         try:
             return self._copy(tensor)
         except NoNumbersError as error:
@@ -201,7 +201,7 @@ class DataReads(TorchFunctionMode):
             self._note_number(number, tensor)
             return number
         if read in _BOOL_CONVERSIONS:
-            # The truth of a number is the condition, not the number: calls with other numbers share the graph.
+            # The condition is the truth of the number, not the number: calls with other numbers share the graph.
             copy = copy if tensor.dtype is torch.bool else self.program.call(aten.ne.Scalar, copy, 0)
         elif tensor.is_floating_point() and not self.program.is_fixed(copy):
             if read is not Tensor.__int__:
@@ -210,12 +210,12 @@ class DataReads(TorchFunctionMode):
                     "would need a graph of its own: keep it a tensor (leave out .item()), or pass it as a plain Python "
                     "argument."
                 )
-            copy = self.program.call(aten.trunc.default, copy)  # `int` needs no more of the number
+            copy = self.program.call(aten.trunc.default, copy)  # `int` only needs the integer part
         with outside_functions():
             return read(self._read(copy), *args, **kwargs)
 
     def _assume_answer(self, tensor: Tensor) -> bool:
-        """Return the answer that ordinary numbers give, which every run checks."""
+        """Return the answer for ordinary numbers, which every run checks."""
         traced = traced_node(tensor) if isinstance(tensor, FakeTensor) and tensor.dtype is torch.bool else None
         answer = None if traced is None else ordinary_answer(traced[0])
         # torch's own error names the line.
@@ -227,7 +227,7 @@ class DataReads(TorchFunctionMode):
 
     def _assert(self, condition: Any, message: str = "") -> None:
         if not (self._number(Tensor.__bool__, condition) if isinstance(condition, Tensor) else condition):
-            # In a carrier: torch.export would report a plain AssertionError as a failure of its own.
+            # Wrapped, since torch.export would report a plain AssertionError as an internal failure.
             raise ModelError(AssertionError(message))
 
     def _validate(self, valid: Tensor) -> Tensor | bool:
@@ -236,7 +236,7 @@ class DataReads(TorchFunctionMode):
         while caller.f_back is not None and caller.f_code.co_name == "__torch_function__":
             caller = caller.f_back
         copy = self._copy_or_none(valid)
-        # What is computed from constants alone is answered once and for all.
+        # The answer for a value computed from constants only is final.
         if caller.f_code.co_filename != _DISTRIBUTION or (copy is not None and self.program.is_fixed(copy)):
             return is_all_true(valid)
         what = type(caller.f_locals.get("self")).__name__
@@ -249,14 +249,14 @@ class DataReads(TorchFunctionMode):
         return True
 
     def _unsqueeze(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # torch.export does not come to an end where an input is changed by `unsqueeze_`.
+        # torch.export does not terminate if an input is changed by `unsqueeze_`.
         traced = traced_node(tensor)
         if traced is not None and traced[0].op == "placeholder":
             raise shape_error(lambda what: f"{running_line()} {what}")
         return tensor.unsqueeze_(*args, **kwargs)
 
     def _equal(self, first: Tensor, second: Tensor) -> bool:
-        # Known without numbers, and so no condition.
+        # Known without data, so no condition.
         if first.shape != second.shape:
             return False
         copies = self._answer(first), self._answer(second)
@@ -265,8 +265,8 @@ class DataReads(TorchFunctionMode):
         return bool(self._read(self.program.call(aten.all.default, self.program.call(aten.eq.Tensor, *copies))))
 
     def _positions(self, mask: Tensor) -> Tensor | None:
-        """Return indices of non-zero elements, as many as in the example; None where their number is not known."""
-        copy = self._copy_or_none(mask)  # without, torch makes the size a symbol, which is refused if anything needs it
+        """Return indices of non-zero elements, as many as in the example; None if their number is unknown."""
+        copy = self._copy_or_none(mask)  # without it, torch makes the size a symbol, which is refused if needed
         if copy is None:
             return None
         count = int(self._read(self.program.call(aten.count_nonzero.default, copy)))
@@ -274,7 +274,7 @@ class DataReads(TorchFunctionMode):
         return positions
 
     def _indices(self, index: Any) -> Any:
-        """Return an index with positions in place of masks."""
+        """Return an index with masks replaced by positions."""
         indices: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             if isinstance(part, slice):
@@ -292,7 +292,7 @@ class DataReads(TorchFunctionMode):
         return tensor[self._indices(index)]
 
     def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
-        # A number is written under a mask without positions: that needs no size, and so no condition.
+        # Writing a number under a mask needs no positions, no size, and thus no condition.
         tensor[self._indices(index) if isinstance(value, Tensor) and value.ndim else index] = value
 
     def _masked_select(self, tensor: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
@@ -319,7 +319,7 @@ class DataReads(TorchFunctionMode):
         return torch.repeat_interleave(tensor, *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # torch would read the numbers of tensors in a list one by one: stacked, they stay tensors.
+        # torch would read the values of tensors in a list one by one; stacked, they stay tensors.
         rows = data if isinstance(data, (list, tuple)) else ()
         if not rows or not all(isinstance(row, FakeTensor) and row.ndim == 0 for row in rows):
             return torch.tensor(data, *args, **kwargs)
@@ -327,8 +327,8 @@ class DataReads(TorchFunctionMode):
         return stacked.to(kwargs.get("dtype") or stacked.dtype).requires_grad_(kwargs.get("requires_grad", False))
 
     def _call_with_sizes(self, function: Callable[..., Any], first: int, *args: Any, **kwargs: Any) -> Any:
-        """Call a function whose arguments, from the first one on that is given, are sizes: these may be tensors."""
-        # Factories read all tensors that they get; others may take some as operands.
+        """Call a function whose arguments from `first` on are sizes, which may be tensors."""
+        # Factories read all tensor arguments; other functions may take some as operands.
         reads_all = function in _FACTORIES
         sizes = pytree.tree_map_only(
             FakeTensor,
@@ -338,7 +338,7 @@ class DataReads(TorchFunctionMode):
         return function(*args[:first], *sizes[0], **sizes[1])
 
     def _call_data_dependent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the example's results of a function whose results have sizes that depend on numbers."""
+        """Return the example's results of a function with data-dependent result sizes."""
         copies = [self._answer(argument) if isinstance(argument, FakeTensor) else argument for argument in args]
         if copies[0] is None:
             return function(*args, **kwargs)
@@ -351,12 +351,12 @@ class DataReads(TorchFunctionMode):
     def _literal(self, copy: fx.Node) -> Tensor:
         """Return a constant with the value of a node of the program, which becomes a condition of the graph."""
         value = self._read(copy)
-        # Made of plain numbers: the tensor of the program is not one that the export knows.
+        # From plain numbers, since the export does not know the tensor of the program.
         return torch.tensor(value.tolist(), dtype=value.dtype).reshape(value.shape)
 
     def _call_decomposition(self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return a decomposition by a function that raises no error itself; every run checks for its failure."""
-        # Functions that raise need the numbers at once. Their forms with `info` compute the same.
+        """Return a decomposition by a function that does not raise errors; every run checks for its failure."""
+        # Functions that raise read the values at once. Their forms with `info` compute the same.
         result, info = function(*args, **kwargs)
         check = RuntimeCheck(
             running_line(),
@@ -368,18 +368,18 @@ class DataReads(TorchFunctionMode):
         return result
 
 
-# Functions whose results have sizes that depend on numbers, and that are no matter of positions of a mask.
+# Functions with data-dependent result sizes, other than positions of a mask.
 _DATA_DEPENDENT = (
     *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
     *(torch.bincount, Tensor.bincount),
 )
 
-# Functions that make tensors of sizes that may be passed as tensors; and how many operands come before these.
+# Factory functions whose sizes may be passed as tensors -> the number of arguments before the sizes.
 _FACTORIES: dict[Any, int] = {
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.linspace), 0),
     **dict.fromkeys((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full), 1),
 }
-# Those, and functions that take sizes, steps or places beside operands.
+# These, and functions that take sizes, steps or positions besides operands.
 _WITH_SIZES: dict[Any, int] = {
     **_FACTORIES,
     **dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view, Tensor.expand, Tensor.repeat, Tensor.unfold), 1),
@@ -393,14 +393,14 @@ def _is_integer(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-# Functions that raise an error for some numbers, and their forms that return it in a second result.
+# Functions that raise an error for some values -> their forms that return it as a second result.
 _WITH_ERRORS: dict[Any, tuple[Callable[..., Any], str]] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), (torch.linalg.inv_ex, "linalg.inv")),
     torch.linalg.cholesky: (torch.linalg.cholesky_ex, "linalg.cholesky"),
     torch.linalg.solve: (torch.linalg.solve_ex, "linalg.solve"),
 }
 
-# Operands that a flag is evaluated on: the answer to all of them is that of a run without infinities or the like.
+# Operands on which a flag is evaluated: their common answer is that of a run without infinities or the like.
 _ORDINARY = (0.0, 1.0, -1.0, 0.5, 100.0, -100.0)
 
 
@@ -408,16 +408,16 @@ def ordinary_answer(node: fx.Node) -> bool | None:
     """Return the value of a flag if all ordinary numbers give the same one, as they do for `isfinite`.
 
     Args:
-        node: of one flag, in a graph under construction; its value has no numbers.
+        node: of one flag, in a graph under construction, without data.
 
     Returns:
-        The flag; None where it depends on the numbers.
+        The flag; None if it depends on the numbers.
     """
-    # Flags are computed from flags, down to operands that are numbers, which are replaced by ordinary ones.
+    # Flags are computed from flags, down to numeric operands, which are replaced by ordinary numbers.
     sources = closure([node], lambda source: source.all_input_nodes if _is_flag(source) else [])
     flags = sorted(filter(_is_flag, sources))
     if not all(isinstance(source.meta.get("val"), Tensor) for source in sources):
-        return None  # a size is compared, and there is no ordinary one
+        return None  # a size is compared, and no size is ordinary
     answers = set()
     for number in _ORDINARY:
         try:
@@ -435,9 +435,9 @@ def _is_flag(node: fx.Node) -> bool:
 
 
 def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.Node], number: float) -> bool:
-    """Return the flag where all operands are `number`; operands that are flags are True where it is positive."""
+    """Return the flag if all operands are `number`; operands that are flags are True if it is positive."""
     with outside_functions(), torch.no_grad():
-        # Expanded, an operand takes the memory of one number, whatever its shape.
+        # An expanded operand takes the memory of one number, whatever its shape.
         values: dict[fx.Node, Any] = {}
         for operand in operands:
             like = operand.meta["val"]
@@ -451,12 +451,12 @@ def _answer_to(node: fx.Node, flags: Sequence[fx.Node], operands: Collection[fx.
 
 
 def is_reporting_only() -> bool:
-    """Return True if the running line of the user only decides if something is warned of, logged or printed."""
+    """Return True if the running line of the user only decides about a warning, a log or a print."""
     frame = running_frame()
     if frame is None:
         return False
     number = frame.f_lineno
-    # The innermost statement at the line has to be the `if` itself, and the line has to belong to its test.
+    # The innermost statement at the line has to be the `if`, and the line has to belong to its test.
     around = [node for node in _statements(frame.f_code.co_filename) if node.lineno <= number <= (node.end_lineno or 0)]
     innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
     return (
@@ -471,7 +471,7 @@ def is_reporting_only() -> bool:
 def _statements(filename: str) -> list[ast.stmt]:
     try:
         module = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:  # a notebook's cell may have commands of its own
+    except SyntaxError:  # a notebook's cell may have magic commands
         return []
     return [node for node in ast.walk(module) if isinstance(node, ast.stmt)]
 
@@ -482,7 +482,7 @@ _READ_ONLY_METHODS = frozenset(
 
 
 def _is_read_only(node: ast.AST) -> bool:
-    """Return True if a part of a test keeps nothing, so that running it or not makes no difference."""
+    """Return True if a part of a test has no effects, so that running it or not makes no difference."""
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).rpartition(".")[2] in _READ_ONLY_METHODS
     return not isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))

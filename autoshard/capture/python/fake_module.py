@@ -1,4 +1,4 @@
-"""Fake copies of modules, whose tensors have shapes and no numbers, and what of a module cannot be copied so."""
+"""Fake copies of modules, whose tensors have shapes but no data, and the attributes that cannot be copied."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def fake_copy(
 ) -> nn.Module:
     """Return a copy of `module` with fake parameters and buffers; no tensor of the module is touched or copied.
 
-    Tied tensors stay tied. A parallelised module, and one that is part of `module`, is copied with the methods that it
-    had before, `forward` among them.
+    Tied tensors stay tied. Parallelised modules, including parts of `module`, are copied with their original methods,
+    including `forward`.
 
     Args:
         module: the module.
@@ -41,23 +41,23 @@ def fake_copy(
         one_device: True if all parameters have to be on one device.
 
     Raises:
-        CaptureError: parameters have no shape yet, or are on different devices though `one_device` is asked for; or
-            the module cannot be copied.
+        CaptureError: parameters have no shape yet, or are on different devices despite `one_device`; or the module
+            cannot be copied.
     """
     check_parameters(module, one_device=one_device)
-    # `copy.deepcopy` takes from the memo what is in it, and copies all else. Parameters first, by identity, so that
-    # those of several names stay one.
+    # `copy.deepcopy` uses objects in the memo, and copies all others. Parameters first, by identity, so that those with
+    # several names stay one.
     memo: dict[int, Any] = {}
     held = () if reachable is None else reachable.tensors()
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter.detach(), mode), parameter.requires_grad)
-    # Tensors that submodules hold outside their parameters and buffers.
+    # Tensors of submodules that are neither parameters nor buffers.
     attributes = [
         value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)
     ]
     for tensor in (*module.buffers(), *filter(_has_no_numbers, (*attributes, *held))):
         memo.setdefault(id(tensor), fake_like(tensor, mode))
-    # Other attributes are constants of the graph, kept with their numbers.
+    # Other attributes are constants of the graph, kept with their data.
     for tensor in attributes:
         if id(tensor) not in memo and tensor.device != DEVICE:
             memo[id(tensor)] = tensor.detach().to(DEVICE)
@@ -78,7 +78,7 @@ def fake_copy(
             "attributes."
         ) from error
     _restore_methods(replaced, memo)
-    # Functions in attributes and hooks, which `copy.deepcopy` leaves as they are, are bound to the copy.
+    # Bind functions in attributes and hooks, which `copy.deepcopy` does not copy, to the copy.
     for part in twin.modules():
         _remove_checks(part)
         tables = [value for name, value in vars(part).items() if name.endswith("_hooks") and isinstance(value, dict)]
@@ -93,21 +93,21 @@ def fake_copy(
 
 
 def uncopyable_attributes(module: nn.Module) -> Iterator[tuple[str, str, object]]:
-    """Yield the attributes that `copy.deepcopy` refuses: the path of their module, their name and their value."""
+    """Yield the attributes that `copy.deepcopy` cannot copy: the path of their module, their name and their value."""
     parts = dict(module.named_modules())
     for path, part in parts.items():
         for name, value in vars(part).items():
             if name in ("_parameters", "_buffers", "_modules") or (isinstance(value, Tensor) and value.is_leaf):
                 continue
             try:
-                # As capture does: references to modules of the model stay references.
+                # As in capture, references to modules of the model stay references.
                 copy.deepcopy(value, {id(submodule): submodule for submodule in parts.values()})
             except Exception:  # whatever an attribute raises
                 yield path, name, value
 
 
 def copy_fault(module: nn.Module, error: Exception) -> str:
-    """Return what of a module `copy.deepcopy` refuses, with an error; raise the error again where it is our fault."""
+    """Describe the attributes that `copy.deepcopy` cannot copy, with an error; reraise the error if it is our fault."""
     found = [
         f"{'.'.join(filter(None, (path, name)))} ({type(value).__name__})"
         for path, name, value in uncopyable_attributes(module)
@@ -119,13 +119,13 @@ def copy_fault(module: nn.Module, error: Exception) -> str:
 
 
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor whose numbers no graph can hold as a constant."""
-    # On the meta device, or left by an earlier call: with its autograd history, or as a shard.
+    """Return True for a tensor that a graph cannot hold as a constant."""
+    # On the meta device, or stored by an earlier call: with autograd history, or as a shard.
     return tensor.is_meta or tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
 def _remove_checks(part: nn.Module) -> None:
-    """Remove the checks of a parallelised module, which run in no program."""
+    """Remove the checks of a parallelised module, which are not part of programs."""
     for name in [name for name, value in vars(part).items() if is_checked_method(value)]:
         del part.__dict__[name]
     for key in [key for key, hook in part._forward_pre_hooks.items() if is_autoshard(hook)]:
@@ -134,22 +134,22 @@ def _remove_checks(part: nn.Module) -> None:
 
 
 def is_checked_method(value: object) -> bool:
-    """Return True for a method that `parallelize` puts before one of a module's class, which it calls."""
+    """Return True for a method that `parallelize` wraps around one of a module's class."""
     return isinstance(value, types.MethodType) and is_autoshard(value)
 
 
 def _restore_methods(replaced: Iterable[tuple[nn.Module, str, Callable[..., Any]]], memo: dict[int, Any]) -> None:
-    """Give the copies of parallelised modules the methods that the modules had before.
+    """Restore the original methods in copies of parallelised modules.
 
     Args:
-        replaced: the modules, names and methods before.
-        memo: the copies by the `id` of the originals.
+        replaced: modules, names and original methods.
+        memo: `id` of an original -> its copy.
     """
     for owner, name, before in replaced:
         twin = memo.get(id(owner))
         if twin is None:  # replaced by another submodule since
             continue
-        # A wrapper that the user puts around a method after parallelize runs around its programs, not in them.
+        # A wrapper that the user adds to a method after `parallelize` runs around programs, not in them.
         twin.__dict__.pop(name, None)
         if getattr(before, "__func__", None) is not getattr(type(owner), name, None):
             # The memo binds it to the copy, if it was bound to the module.
@@ -157,9 +157,9 @@ def _restore_methods(replaced: Iterable[tuple[nn.Module, str, Callable[..., Any]
 
 
 def _rebind(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a function, method or partial function that is bound to copies of the objects it was bound to."""
-    # `copy.deepcopy` copies neither functions nor their closures: a wrapper of the `forward` of a submodule would go on
-    # to call that of the original.
+    """Return a function, method or partial function bound to copies of its objects."""
+    # `copy.deepcopy` copies neither functions nor their closures: a wrapper of a submodule's `forward` would still call
+    # that of the original.
     if isinstance(value, torch.Tensor):
         return value
     if id(value) in copies:
@@ -174,7 +174,7 @@ def _rebind(value: Any, copies: dict[int, Any]) -> Any:
         return functools.partial(_rebind(value.func, copies), *args, **kwargs)
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
-    copies[id(value)] = value  # ends the recursion of a function that has itself in its closure
+    copies[id(value)] = value  # ends the recursion of a function with itself in its closure
     cells = tuple(_rebind_cell(cell, copies) for cell in value.__closure__)
     if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
         return value
@@ -202,13 +202,13 @@ def _is_runtime(value: object) -> bool:
 
 
 def check_parameters(module: nn.Module, *, one_device: bool = True) -> None:
-    """Raise a `CaptureError` unless all parameters have a shape and, if that is asked for, are on one device."""
+    """Raise a `CaptureError` unless all parameters have a shape and, with `one_device`, are on one device."""
     for fault in parameter_faults(module, one_device=one_device):
         raise CaptureError(fault)
 
 
 def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[str]:
-    """Yield the reasons why parameters and buffers cannot be captured, in a sentence or two each."""
+    """Yield the reasons, of a sentence or two, why parameters and buffers cannot be captured."""
     examples: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         examples.setdefault(parameter.device, name)
@@ -222,7 +222,7 @@ def parameter_faults(module: nn.Module, *, one_device: bool = True) -> Iterator[
             yield dense_fault(f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}", tensor)
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            # Coordinates can be copied, and may not be read.
+            # COO tensors can be copied, but may not be read.
             if isinstance(value, Tensor) and not is_dense(value) and value.layout is not torch.sparse_coo:
                 yield dense_fault(f"the attribute {'.'.join(filter(None, (path, name)))}", value)
     if one_device and len(examples) > 1:

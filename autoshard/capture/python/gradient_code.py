@@ -1,6 +1,6 @@
-"""Code of `forward` that acts on gradients: while it is exported, it becomes calls in the graph or is refused.
+"""Code of `forward` that acts on gradients: during export, it becomes calls in the graph or is refused.
 
-Such code is functions with their own backward, hooks on tensors, and gradients that `forward` takes.
+Such code is functions with their own backward, hooks on tensors, and gradients computed in `forward`.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ Hook = Callable[..., Any]
 
 
 class HookHandle:
-    """Handle of a hook: `remove` takes the hook back, as that of torch's handle does."""
+    """Handle of a hook: `remove` removes the hook, as torch's handle does."""
 
     def __init__(self) -> None:
         self.removed = False
 
     def remove(self) -> None:
-        """Leave the hook out."""
+        """Remove the hook."""
         self.removed = True
 
 
 def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
-    """Put `tensor.register_hook(hook)` into the graph of a module that is exported."""
+    """Add `tensor.register_hook(hook)` to the graph of a module that is exported."""
     # register_multi_grad_hook sets a hook from torch.autograd.graph on each of its tensors.
     if getattr(hook, "__globals__", None) is vars(torch.autograd.graph):
         raise CaptureError(
@@ -81,7 +81,7 @@ def hook_tensor(calls: PythonCalls, tensor: Tensor, hook: Hook) -> HookHandle:
 
 
 class GradientNode:
-    """A `grad_fn` as code sees it while it is exported: hooks on that of a custom function become calls."""
+    """The `grad_fn` that code sees during export: hooks on that of a custom function become calls."""
 
     def __init__(self, calls: PythonCalls, tensor: Tensor, node: Any) -> None:
         self._calls, self._tensor, self._node = calls, tensor, node
@@ -98,7 +98,7 @@ class GradientNode:
         return self._set("register_prehook", hook)
 
     def _set(self, method: str, hook: Hook) -> HookHandle:
-        # The traced graph may use other operators than torch's own backward would, so its nodes have no counterpart.
+        # The traced graph may use other operators than torch's backward, so its nodes have no counterpart.
         if not isinstance(self._node, BackwardCFunction):
             raise CaptureError(
                 f"{running_line()} sets a hook on {self._node.name()}, a step of torch's own backward, which the graph "
@@ -110,12 +110,12 @@ class GradientNode:
 def _set_hook(
     calls: PythonCalls, method: str, tensor: Tensor, hook: Hook, owner: Callable[[Tensor], Any]
 ) -> HookHandle:
-    """Put a call that sets a hook into the graph; `owner` returns what the hook is set on: the tensor, or its node."""
+    """Add a call that sets a hook to the graph; `owner` returns the tensor or node on which the hook is set."""
     handle = HookHandle()
 
     def body(tensors: list[Tensor], sizes: list[int], scope: TensorScope) -> list[Tensor]:
         run = _in_scope(hook, scope)
-        # In a scope of FreeTensors, the call is only tried, to find the tensors that the hook reads.
+        # With `FreeTensors`, the call is only tried, to find the tensors that the hook reads.
         if isinstance(scope, FreeTensors):
             if owner is _identity:
                 _try_hook(run, tensors[0], call.where, calls.mutations)
@@ -138,7 +138,7 @@ def _grad_fn(tensor: Tensor) -> Any:
 
 
 def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> None:
-    """Run a hook to find what it reads, and warn if it changes no gradient."""
+    """Run a hook to find the tensors that it reads, and warn if it changes no gradient."""
     gradient = torch.empty_like(tensor, requires_grad=False)
     version = version_of(gradient)
     with mutations.refusing(where):
@@ -152,19 +152,18 @@ def _try_hook(run: Hook, tensor: Tensor, where: str, mutations: Mutations) -> No
 
 def _hook_text(calls: PythonCalls, method: str, hook: Hook) -> str:
     """Return the text of a hook in fingerprints."""
-    # Fingerprints of all ranks have to be equal, so no text may have an address in memory.
-    # Plain functions without surroundings are told apart by their source line. All others may read anything: each has
-    # a number of its own.
+    # Fingerprints of all ranks have to be equal, so texts may not contain addresses. Plain functions without closures
+    # or defaults are identified by source line. All others may read anything: each has a unique number.
     if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
         return f"{method} {hook.__module__}.{hook.__qualname__}:{hook.__code__.co_firstlineno}"
     return f"{method} #{len(calls.calls)}"
 
 
 def set_requires_grad(calls: PythonCalls, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    """Put `tensor.requires_grad_(requires_grad)` into the graph of a module that is exported.
+    """Add `tensor.requires_grad_(requires_grad)` to the graph of a module that is exported.
 
     Raises:
-        CaptureError: the tensor is a parameter or buffer: these keep what they had before the call.
+        CaptureError: the tensor is a parameter or buffer, whose `requires_grad` must not change in a call.
     """
     if tensor.requires_grad == requires_grad:
         return tensor
@@ -193,7 +192,7 @@ def take_gradients(
     create_graph: bool = False,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Put a call of `torch.autograd.grad` into the graph of a module that is exported."""
+    """Add a call of `torch.autograd.grad` to the graph of a module that is exported."""
     sources, targets = _as_list(outputs), _as_list(inputs)
     seeds = _as_list(grad_outputs) if grad_outputs is not None else [None] * len(sources)
     if not all(isinstance(value, Tensor) for value in (*sources, *targets)):
@@ -232,17 +231,17 @@ def _as_list(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Sequence) else [values]
 
 
-# The place of a tensor in the result of a function.
+# Placeholder of a tensor in the result of a function.
 _TENSOR = object()
 
-# Arguments whose text tells them apart.
+# Arguments identified by their `repr`.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
 def call_function(
     calls: PythonCalls, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Apply a function while its caller is exported, and return its result."""
+    """Apply a custom function while its caller is exported, and return its result."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     returned: list[Any] = []
 
@@ -259,7 +258,7 @@ def call_function(
         call_args, call_kwargs = structure.unflatten(operands)
         with scope:
             result = apply_function(_scoped_function(function, scope), call_args, call_kwargs)
-        # `calls.add` below runs this body once: the structure of the result is known then.
+        # `calls.add` below runs this body once, which records the structure of the result.
         returned[:] = [pytree.tree_map_only(Tensor, lambda _: _TENSOR, result)]
         return tensors_of(result)
 
@@ -282,7 +281,7 @@ def _scoped_function(function: type[Function], scope: TensorScope) -> type[Funct
 
 
 def _in_scope(function: Callable[..., Any], scope: TensorScope) -> Callable[..., Any]:
-    """Return a hook or the backward of a function that runs in a scope, whenever autograd calls it."""
+    """Return a hook, or the backward of a function, that runs in a scope."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -294,16 +293,16 @@ def _in_scope(function: Callable[..., Any], scope: TensorScope) -> Callable[...,
 
 
 def _function_text(calls: PythonCalls, function: type[Function], leaves: list[Any], structure: Any) -> str:
-    """Return the text of a call: two calls with equal texts do the same."""
+    """Return the text of a call; calls with equal texts do the same."""
     name = f"{function.__module__}.{function.__qualname__}"
     plain = all(isinstance(leaf, (Tensor, torch.SymInt, *_PLAIN)) for leaf in leaves)
     texts = [repr(leaf) if isinstance(leaf, _PLAIN) else "_" for leaf in leaves]
-    # Other objects, and functions with closures, may differ though their texts are equal: every call has a number.
+    # Other objects, and functions with closures, may differ in spite of equal texts: number every call.
     number = "" if plain and "<locals>" not in name else f"#{len(calls.calls)}"
     return f"{name}{number}({', '.join(texts)}) {structure}"
 
 
-# torch passes the accessors of these attributes to a function mode as the functions that are called.
+# torch passes the accessors of these attributes to a function mode as the called functions.
 _attributes: Any = Tensor
 _GET_GRAD_FN = _attributes.grad_fn.__get__
 _GET_DATA, _SET_DATA = _attributes.data.__get__, _attributes.data.__set__
@@ -311,7 +310,7 @@ _SET_REQUIRES_GRAD = _attributes.requires_grad.__set__
 
 
 class GradientCode(TorchFunctionMode):
-    """A mode that puts what `forward` does to gradients into the exported graph.
+    """Mode that adds code of `forward` on gradients to the exported graph.
 
     Args:
         calls: the calls of Python code in that graph.
@@ -324,9 +323,9 @@ class GradientCode(TorchFunctionMode):
         super().__init__()
         self.calls = calls
         self.running = False
-        self._checkpoints = 0  # in which the code runs now
+        self._checkpoints = 0  # nesting depth of the running code
         self._lost: list[str] = []  # lines of checkpoints whose results have no gradient
-        # What `.data` of computed tensors with a gradient returned, by id; holding the tensors keeps the ids unique.
+        # Results of `.data` of computed tensors with a gradient, by id; holding the tensors keeps ids unique.
         self._data: dict[int, Tensor] = {}
         self._require = partial(set_requires_grad, calls)
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -357,7 +356,7 @@ class GradientCode(TorchFunctionMode):
         if self._checkpoints and self.running and torch.is_grad_enabled():
             args, kwargs = self._update_again(func, args, kwargs or {})
         if self.running and kwargs and kwargs.get("requires_grad") is True and not transforms_active():
-            # A factory such as torch.zeros: the graph has the operator without a gradient, and a call that sets it.
+            # A factory such as torch.zeros: the graph gets the operator without `requires_grad`, and a call to set it.
             return self._require(func(*args, **kwargs | {"requires_grad": False}))
         if args and id(args[0]) in self._data and _changes_first(func):
             raise CaptureError(
@@ -390,21 +389,21 @@ class GradientCode(TorchFunctionMode):
             )
 
     def checkpoint(self, run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Return the result of a reentrant checkpoint, traced as operators that run again."""
+        """Return the result of a reentrant checkpoint, traced as operators to recompute."""
         has_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if has_gradient or not torch.is_grad_enabled():
             with self.in_checkpoint(False):
                 return run(*args)
-        # As in torch: without an argument that needs a gradient, the results have none, whatever parameters are used.
+        # As in torch: without an argument that requires a gradient, results have none, whatever parameters are used.
         self._lost.append(running_line())
         with torch.no_grad():
             return run(*args)
 
     @contextlib.contextmanager
     def in_checkpoint(self, has_policy: bool) -> Iterator[None]:
-        """Context of a function that backward runs again, with its updates of running statistics.
+        """Context of a function that backward reruns, with its updates of running statistics.
 
-        With a policy of its own of what is saved, the planner decides what runs again.
+        If it has a policy of what is saved, the planner decides what is recomputed.
         """
         self._checkpoints += 1
         try:
@@ -416,12 +415,12 @@ class GradientCode(TorchFunctionMode):
     def _update_again(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with which batch norm in a checkpoint updates its statistics for every run."""
+        """Return the arguments with which batch norm in a checkpoint updates its statistics once per run."""
         runs = 1 + self._checkpoints
         if func is functional.batch_norm and args[1] is not None and kwargs.get("training"):
-            # Each run takes the same share of the same statistics.
+            # Each run applies the same momentum to the same statistics.
             return args, {**kwargs, "momentum": 1 - (1 - kwargs["momentum"]) ** runs}
-        # Equal and not identical: torch makes a new object for each access of a method.
+        # `==`, not `is`: torch makes a new object for each access of a method.
         if func == Tensor.add_ and isinstance(args[1], int) and any(args[0] is each for each in self._counts()):
             return (args[0], runs * args[1], *args[2:]), kwargs
         return args, kwargs
@@ -434,9 +433,9 @@ class GradientCode(TorchFunctionMode):
         return None if node is None else GradientNode(self.calls, tensor, node)
 
     def _numbers(self, tensor: Tensor, owner: Any = None) -> Tensor:
-        # To torch, `.data` is `detach` without a count of changes in place.
+        # In torch, `.data` is `detach` without a version counter.
         numbers = tensor.detach()
-        # Backward may have to read the changed numbers of what the graph computes; parameters are copied first.
+        # Backward may have to read changed values of computed tensors; parameters are copied first.
         if tensor.requires_grad and not self._is_parameters(tensor):
             self._data[id(numbers)] = numbers
         return numbers
@@ -520,7 +519,7 @@ def _apply_by_modes(function: type[torch.autograd.Function], args: Any, kwargs: 
 
 
 def _active_mode() -> GradientCode | None:
-    """Return the mode that handles the code that runs now; None inside of a call that the graph keeps whole."""
+    """Return the mode that handles the running code; None inside of a call that the graph keeps whole."""
     modes = function_modes()
     if any(isinstance(mode, TensorScope) for mode in modes):
         return None
@@ -529,7 +528,7 @@ def _active_mode() -> GradientCode | None:
 
 @contextlib.contextmanager
 def _interception(mode: GradientCode) -> Iterator[None]:
-    """Context in which custom functions, hooks of saved tensors and inference mode, which no mode sees, are patched."""
+    """Context that patches custom functions, hooks of saved tensors and inference mode, which no mode intercepts."""
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return _apply_by_modes(function, args, kwargs)
@@ -549,7 +548,7 @@ def _interception(mode: GradientCode) -> Iterator[None]:
 
 
 def _check_saved(hooks: saved_tensors_hooks) -> None:
-    """Refuse hooks that may change what backward reads; those of checkpoints and of `save_on_cpu` do not."""
+    """Refuse hooks that may change saved tensors; those of checkpoints and of `save_on_cpu` do not."""
     kind = type(hooks)
     if _active_mode() and not isinstance(hooks, save_on_cpu) and kind.__module__ != "torch.utils.checkpoint":
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Guards: the state of Python that a capture read, compared with the present state at every call."""
+"""Guards: the Python state that a capture read, compared with the current state at every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 ABSENT = object()
-"""Stand-in for a value that does not exist, or that cannot be compared."""
+"""Marks a value that does not exist, or cannot be compared."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module with the hooks that its call runs."""
@@ -27,18 +27,17 @@ _SETS = (set, frozenset)
 CONTAINERS = (dict, *_SEQUENCES, *_SETS)
 
 _LONGEST = 100  # characters of a value that an error shows
-# Entries of a container up to which it is compared at every call. Settings are smaller, vocabularies larger; the number
-# itself is a guess.
+# Most entries of a container that is compared at every call: settings are smaller, vocabularies larger.
 _LARGEST = 256
 
 
 def is_plain(value: object) -> bool:
-    """Return True for numbers, texts and the like, which are interchangeable when they are equal."""
+    """Return True for numbers, strings and the like, which are interchangeable when equal."""
     return isinstance(value, _PLAIN)
 
 
 def copy_value(value: object) -> Any:
-    """Return a copy of a plain value or of nested containers of plain values; ABSENT if it cannot be compared."""
+    """Copy a plain value or nested containers of plain values; return ABSENT if it cannot be compared."""
     if is_plain(value) or isinstance(value, _IDENTICAL):
         return value
     if isinstance(value, CONTAINERS) and len(value) > _LARGEST:
@@ -81,14 +80,14 @@ def is_equivalent(now: Any, copy: Any) -> bool:
 
 
 class Guard(Protocol):
-    """State of Python that a graph depends on."""
+    """Python state that a graph depends on."""
 
     @property
     def path(self) -> str:
-        """The expression by which a user writes it."""
+        """The user's expression for it."""
 
     def holds(self) -> bool:
-        """Return True if the state is as it was."""
+        """Return True if the state is unchanged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +95,7 @@ class ValueGuard:
     """A value that a capture read.
 
     Attributes:
-        path: the expression by which a user writes it, such as `self.layers.0.dropout.p`.
+        path: the user's expression for it, such as `self.layers.0.dropout.p`.
         table: the attributes of a module, an object or a class.
         name: its key in `table`.
         value: the value at the capture.
@@ -120,33 +119,33 @@ class ValueGuard:
     def holds(self) -> bool:
         """Return True if the value is interchangeable with that of the capture."""
         now = self.table.get(self.name, ABSENT)
-        if isinstance(self.value, Tensor):  # its numbers are an input of the graph
+        if isinstance(self.value, Tensor):  # its data is an input of the graph
             return isinstance(now, Tensor) and now.shape == self.value.shape and now.dtype == self.value.dtype
         if self.copy is not ABSENT:
             return is_equivalent(now, self.copy)
-        if self.size is not None:  # contents that cannot be compared: the size is better than nothing
+        if self.size is not None:  # the contents cannot be compared, but the size can
             return type(now) is type(self.value) and len(now) == self.size
         return is_equivalent(now, self.value)
 
     def describe_value(self) -> str:
-        """Return the present value in words."""
+        """Return the current value in words."""
         now = self.table.get(self.name, ABSENT)
         if now is ABSENT:
             return "nothing"
-        # The text of an object may be long, or have its address in memory, which is another one on every rank.
+        # The `repr` of an object may be long, or contain its address, which differs between ranks.
         text = repr(now) if _is_all_plain(now) else getattr(now, "__qualname__", f"a {type(now).__name__}")
         return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 @dataclass(slots=True, eq=False)
 class TableGuard:
-    """A table whose entries as such a capture read: the submodules of a module, its attributes, its hooks.
+    """A table whose set of entries a capture read: submodules, attributes or hooks of a module.
 
     Attributes:
         path: the path of the module or object.
         kind: the kind of entries, in words.
         table: the table.
-        names: the keys that were read; None: all of them.
+        names: the keys that were read; None for all.
         keys_only: True if the values are guarded elsewhere.
         copy: a copy of the entries that were read.
     """
@@ -166,7 +165,7 @@ class TableGuard:
         """Return True if the table has the same objects."""
         if self.keys_only:
             return self.table.keys() == self.copy.keys()
-        # In order, in which hooks and submodules run.
+        # In order, since hooks and submodules run in order.
         if self.names is None:
             now, then = list(self.table.values()), list(self.copy.values())
             return len(now) == len(then) and all(map(is_, now, then))
@@ -178,16 +177,16 @@ class Guards:
     """All guards of one capture.
 
     `hold` runs at every call, so it has a fast path: values are compared by identity, tables of submodules and
-    containers in one comparison, and hooks by the number of hooks that the process has made. Only where one of these
+    containers in one comparison, and hooks by the number of hooks that the process has made. Only if one of these
     differs, the exact comparison of every guard decides.
 
     Attributes:
         reads: values.
         submodules: tables of submodules.
-        attributes: tables of attributes, with the names that were found in the class and not in the table; or, with
+        attributes: tables of attributes, with the names that were found in the class instead of the table; or, with
             `keys_only`, tables of the attributes of objects.
         hooks: tables of hooks.
-        mutations: changes of objects by the call, on which it may depend.
+        mutations: changes of objects by the call, on whose old values it may depend.
     """
 
     reads: Sequence[ValueGuard] = ()
@@ -211,7 +210,7 @@ class Guards:
         self._prepare()
 
     def _compile_comparison(self) -> str:
-        """Return the source of a function that compares all values by identity, and looks for absent names."""
+        """Return the source of a function that compares all values by identity, and checks for absent names."""
         # One expression, with tables `t0` and values `v0` as globals of the function: a loop takes twice the time.
         tables: dict[int, str] = {}
         checks = []
@@ -227,8 +226,8 @@ class Guards:
         return f"def are_identical():\n    return {' and '.join(checks) or 'True'}\n"
 
     def _prepare(self) -> None:
-        """Store the present state in the form that is compared fastest."""
-        # Attributes of an object are hardly ever replaced by others of other names: the fast path counts them.
+        """Store the current state in the form that is compared fastest."""
+        # Attributes of an object are hardly ever replaced by attributes with other names: the fast path counts them.
         self._counted = [attributes.table for attributes in self.attributes if attributes.keys_only]
         self._counts = list(map(len, self._counted))
         self._names |= {f"v{number}": read.table.get(read.name) for number, read in enumerate(self.reads)}
@@ -247,18 +246,18 @@ class Guards:
         self._hooks_made = RemovableHandle.next_id
 
     def hold(self) -> bool:
-        """Return True if a call with the present state of Python would be captured as the same graph."""
+        """Return True if a call with the current Python state would be captured as the same graph."""
         with contextlib.suppress(KeyError):  # an attribute was deleted
             counts = list(map(len, self._counted)) == self._counts
             if counts and self._are_identical() and self._live == self._copies and self._has_no_new_hooks():
                 return all(read.holds() for read in self._slow)
         if next(self.changes(), None) is not None:
             return False
-        self._prepare()  # with other objects that are interchangeable: the next call takes the fast path again
+        self._prepare()  # other, interchangeable objects: the next call takes the fast path again
         return True
 
     def _has_no_new_hooks(self) -> bool:
-        # torch counts the hooks of the whole process: if there are no new ones, no table has one.
+        # torch counts the hooks of the whole process: without new ones, no table has any.
         if RemovableHandle.next_id != self._hooks_made:
             if any(self._without_hooks):
                 return False
@@ -266,7 +265,7 @@ class Guards:
         return True
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """Yield the subjects that changed, and their present values in words."""
+        """Yield the subjects that changed, and their current values in words."""
         for read in self.reads:
             if not read.holds():
                 yield f"the attribute {read.path}", read.describe_value()
@@ -282,7 +281,7 @@ class Guards:
     @contextlib.contextmanager
     def captured_values(self) -> Iterator[None]:
         """Context in which attributes have the values that they had at the capture."""
-        # Tables of classes are read-only mappings, which stay as they are.
+        # Tables of classes are read-only mappings, which are not changed.
         changed = [
             (read, read.table, read.table.get(read.name, ABSENT))
             for read in self.reads

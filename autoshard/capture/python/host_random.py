@@ -22,19 +22,19 @@ from autoshard.capture.python.reachable import NumPyGenerator
 from autoshard.errors import CaptureError
 
 _UNIT = ("rand", "random", "random_sample", "ranf", "sample")  # functions of NumPy that draw from 0 to 1
-# Taken before it is replaced.
+# Read before it is replaced.
 _default_rng = np.random.default_rng
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
 @dataclass(slots=True, eq=False)
 class RandomStandIn:
-    """Stand-in for a random number: an interval, which refuses comparisons that the interval does not decide.
+    """Stand-in for a random number: an interval, which refuses comparisons that it does not decide.
 
     A layer that is dropped with probability 0 is captured; a layer with another probability is refused.
 
     Attributes:
-        low, high: the least and the greatest number that it may be.
+        low, high: the least and the greatest possible number.
         line: the user's line that drew it.
     """
 
@@ -49,7 +49,7 @@ class RandomStandIn:
         return RandomStandIn(self.low + _plain(number, self), self.high + number, self.line)
 
     def __mul__(self, number: Any) -> RandomStandIn:
-        # A negative factor turns the interval around.
+        # A negative factor swaps the ends.
         ends = self.low * _plain(number, self), self.high * number
         return RandomStandIn(min(ends), max(ends), self.line)
 
@@ -107,7 +107,7 @@ def _refusal(line: str) -> CaptureError:
 
 
 class HostRandom:
-    """Watch of what `forward` draws, while it is exported, from unseeded generators of Python and NumPy.
+    """Watches, during export, what `forward` draws from unseeded generators of Python and NumPy.
 
     Args:
         mutations: its `generators` are those of NumPy that `forward` can reach.
@@ -118,7 +118,7 @@ class HostRandom:
 
     def __init__(self, mutations: Mutations) -> None:
         self._mutations = mutations
-        # Methods of NumPy's generators cannot be patched, so their pickled states before and after are compared.
+        # Methods of NumPy's generators cannot be patched, so compare their pickled states before and after.
         self._states: list[tuple[str, NumPyGenerator, bytes]] = []
         self.running = False
         self._seeded: dict[int, object] = {}  # generators that return the same numbers in every call, by id
@@ -135,7 +135,7 @@ class HostRandom:
     def begin(self) -> None:
         """Begin to watch a call."""
         self._state, self.running = _state(), True
-        # Restored behind an error, so that a refused capture leaves the user's generators as they were.
+        # Restored after an error, so that a refused capture does not change the user's generators.
         self._states = [
             (path, generator, pickle.dumps(_state_of(generator))) for path, generator in self._mutations.generators()
         ]
@@ -146,7 +146,7 @@ class HostRandom:
             if pickle.dumps(_state_of(generator)) != state:
                 _set_state(generator, pickle.loads(state))
                 raise _refusal(self._mutations.line_of(path))
-        # The shared generators may also be drawn from in ways that no patch sees, such as methods kept in variables.
+        # Code may also draw from shared generators unseen by patches, such as by methods in variables.
         if not (self._seeded or self._drawn_by_others or _state() == self._state):
             raise _refusal(f"forward of {model}")
 
@@ -164,7 +164,7 @@ class HostRandom:
                 raise _refusal(running_line())
             return bits(generator, count)
 
-        # Arguments are named as those of `random.seed`, since callers may name them.
+        # Argument names are those of `random.seed`, since callers may pass keywords.
         def seeding(generator: Any, a: Any = None, version: int = 2) -> None:
             self._note_seed(generator, a)
             seed(generator, a, version)
@@ -177,7 +177,7 @@ class HostRandom:
         for name in dir(np.random):
             function = getattr(np.random, name)
             is_method = isinstance(getattr(function, "__self__", None), np.random.RandomState)
-            # Some are functions around a method, which have no generator of their own.
+            # Some are functions around a method, without a generator.
             if (is_method or name in ("seed", "sample", "ranf")) and not name.endswith("_state"):
                 yield np.random, name, self._wrap_numpy(name, function, shared_numpy)
         for owner in (torch, torch.random, torch.cuda):
@@ -186,7 +186,7 @@ class HostRandom:
                     yield owner, name, self._wrap_torch(getattr(owner, name))
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
-        # With a seed, the numbers are the same in every call, and constants of the graph.
+        # With a seed, numbers are equal in every call, and constants of the graph.
         if seed is None and self.running and _called_by_user():
             raise _refusal(running_line())
         return _default_rng(seed)
@@ -230,7 +230,7 @@ class HostRandom:
         """Return True if the user's code draws from a generator that it has not seeded."""
         if not self.running or id(generator) in self._seeded:
             return False
-        # A library draws for purposes of its own, such as names of files; no result of the model is to depend on it.
+        # A library draws for its own purposes, such as file names, on which no result of the model should depend.
         if _called_by_user():
             return True
         self._drawn_by_others = True

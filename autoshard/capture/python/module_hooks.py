@@ -1,8 +1,8 @@
-"""Forward hooks of submodules that only look: they run behind every call, on tensors that the graph returns for them.
+"""Forward hooks of submodules that only observe: they run after every call, on tensors that the graph returns for them.
 
-A hook is tried first, on tensors of its own, and what it changes is undone. One that returns nothing, changes no tensor
-and leaves alone what the code of `forward` can reach, only looks: its Python is kept out of the graph. Any other is
-part of `forward`, and is traced.
+A hook is tried first, on separate tensors, and its changes are undone. If it returns nothing and changes neither
+tensors nor objects that the code of `forward` can reach, it only observes, and its Python is kept out of the graph. Any
+other hook is part of `forward`, and is traced.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _ON_GRADIENTS = frozenset(
         *(_attributes.requires_grad.__set__, _attributes.grad.__set__, _attributes.data.__set__),
     }
 )
-"""Functions of torch that act on gradients, or that autograd does not see."""
+"""Functions of torch that act on gradients, or are hidden from autograd."""
 
 
 class HooksInForward(BaseException):  # no code of a model may catch it
-    """Hooks that were taken for such as only look, and that have to be traced.
+    """Hooks that seemed to only observe, but have to be traced.
 
     Attributes:
         keys: of the hooks.
-        leaks: tensors that a trial left in objects that were not found, by the texts of the hooks.
+        leaks: texts of hooks, and tensors that their trials stored in objects that were not found.
     """
 
     def __init__(self, keys: Collection[Key], leaks: Sequence[tuple[str, weakref.ref[Tensor]]]) -> None:
@@ -61,7 +61,7 @@ class HooksInForward(BaseException):  # no code of a model may catch it
         self.keys, self.leaks = frozenset(keys), tuple(leaks)
 
     def check_leaks(self) -> None:
-        """Raise a `CaptureError` if a trial left a tensor in an object that outlives the call."""
+        """Raise a `CaptureError` if a trial stored a tensor in an object that outlives the call."""
         if any(tensor() is not None for _, tensor in self.leaks):
             gc.collect()
         text = next((text for text, tensor in self.leaks if tensor() is not None), None)
@@ -75,13 +75,13 @@ class HooksInForward(BaseException):  # no code of a model may catch it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedCall:
-    """One call of a hook that only looks, behind each call of the module.
+    """One call of an observing hook, after each call of the module.
 
     Attributes:
-        text: the hook, as an error names it.
+        text: the hook, as in errors.
         module: the user's submodule.
         hook: the user's hook.
-        arguments: what it is called with behind the module, with slots for tensors.
+        arguments: its arguments after the module, with slots for tensors.
         grad: True if it runs with gradients enabled.
     """
 
@@ -92,10 +92,10 @@ class ObservedCall:
     grad: bool
 
     def run(self, tensors: Sequence[Tensor]) -> None:
-        """Call the hook with the tensors that a call left.
+        """Call the hook with the tensors of a call.
 
         Raises:
-            InputError: it does more than look, depending on numbers.
+            InputError: it does more than observe, depending on data.
         """
         arguments = build_value(self.arguments, {}, tensors)
         seen = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -112,7 +112,7 @@ class ObservedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spot:
-    """A hook of a submodule, the user's and that of the twin."""
+    """A hook of a submodule: the user's and the twin's."""
 
     key: Key
     path: str
@@ -122,7 +122,7 @@ class _Spot:
 
     @property
     def text(self) -> str:
-        """The hook as an error names it."""
+        """The hook, as in errors."""
         code = getattr(_function_of(self.hook)[0], "__code__", None)
         kind = "forward pre-hook" if self.key[1] == "_forward_pre_hooks" else "forward hook"
         name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
@@ -132,7 +132,7 @@ class _Spot:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """A call of a hook that only looks, while `forward` runs."""
+    """A call of an observing hook, while `forward` runs."""
 
     spot: _Spot
     arguments: tuple[Any, ...]
@@ -146,7 +146,7 @@ class _Seen:
         self.versions = list(map(version_of, self.tensors))
 
     def is_stale(self) -> bool:
-        """Return True if a tensor was changed in place since: behind `forward`, the hook would see the change."""
+        """Return True if a tensor was changed in place since, which the hook would see after `forward`."""
         return self.versions != list(map(version_of, self.tensors))
 
 
@@ -160,7 +160,7 @@ class HookWatch:
         traced: the hooks that are part of `forward`.
 
     Attributes:
-        pause_watches: returns a context in which nothing is watched or traced.
+        pause_watches: returns a context that pauses watches and tracing.
         running: True while `forward` runs.
     """
 
@@ -191,7 +191,7 @@ class HookWatch:
         self._seen, self._in_forward, self._leaks = [], {}, []
 
     def _call(self, spot: _Spot, module: nn.Module, *arguments: Any) -> Any:
-        """Run a hook as part of `forward`, or note its call if it only looks."""
+        """Run a hook as part of `forward`, or record its call if it only observes."""
         if not self.running or torch.compiler.is_dynamo_compiling():
             return spot.traced(module, *arguments)
         changed = None if spot.key in self._traced or transforms_active() else self._try(spot, module, arguments)
@@ -202,7 +202,7 @@ class HookWatch:
         return None
 
     def _try(self, spot: _Spot, module: nn.Module, arguments: tuple[Any, ...]) -> list[TrackedObject] | None:
-        """Run a hook unseen, undo what it changed, and return that; None if it does more than look."""
+        """Run a hook hidden from the export, undo its changes, and return these; None if it does more than observe."""
         leaves = pytree.tree_leaves(arguments)
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
@@ -221,7 +221,7 @@ class HookWatch:
         return changed if only_looks and not any(id(place) in in_forward for place in changed) else None
 
     def check(self) -> None:
-        """Raise `HooksInForward` if a hook that only seemed to look was part of `forward`, or left a tensor."""
+        """Raise `HooksInForward` if a seemingly observing hook was part of `forward`, or stored a tensor."""
         changed = {id(mutation.place.original) for mutation in self._mutations.changes}
         keys = {spot.key for spot, _ in self._leaks}
         for seen in self._seen:
@@ -238,7 +238,7 @@ class HookWatch:
         return {id(place.original) for place in reachable.places}
 
     def end(self) -> list[ObservedCall]:
-        """Return the calls of hooks that only look, whose tensors the call leaves behind those of its changes."""
+        """Return the calls of observing hooks, whose tensors are outputs after those of mutations."""
         self.check()
         return [
             ObservedCall(
@@ -257,10 +257,10 @@ class _GradientCodeError(Exception):
 
 
 class _Trial(TorchFunctionMode):
-    """A run of a hook on tensors of its own.
+    """A run of a hook on separate tensors.
 
     Attributes:
-        made: the tensors that the hook was given or made.
+        made: the tensors that the hook took or made.
     """
 
     def __init__(self) -> None:
@@ -270,18 +270,18 @@ class _Trial(TorchFunctionMode):
         self._read: dict[int, tuple[Tensor, int]] = {}
 
     def run(self, spot: _Spot, module: nn.Module, arguments: tuple[Any, ...]) -> bool:
-        """Run a hook, and return True if it only looks."""
+        """Run a hook, and return True if it only observes."""
         own = pytree.tree_map_only(Tensor, self._copy, arguments)
         given = [(tensor, version_of(tensor)) for tensor in self._own.values()]
         try:
             with self:
                 result = spot.traced(module, *own)
-            # What a hook computes with parameters is part of the program, which has them in shards.
+            # Computation with parameters has to be part of the program, which has them in shards.
             only_looks = result is None and not any(isinstance(tensor, FakeTensor) for tensor, _ in self._reads())
         except _GradientCodeError:
             only_looks = False
         except Exception:
-            # It asks for numbers, or fails on one device, too: then the run on real tensors raises its error.
+            # It reads values, or fails on one device, too: then the run on real tensors raises its error.
             only_looks = _returns_nothing(spot.hook)
         changed = any(version_of(tensor) != version for tensor, version in (*given, *self._reads()))
         self.made = list(map(weakref.ref, self._own.values()))
@@ -293,7 +293,7 @@ class _Trial(TorchFunctionMode):
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
-            # No leaf, which autograd would not let the hook change in place.
+            # Not a leaf, which autograd would not let the hook change in place.
             copy = torch.empty_like(tensor, requires_grad=False).requires_grad_(tensor.requires_grad).view_as(tensor)
         self._own[id(copy)] = copy
         return copy
@@ -314,7 +314,7 @@ class _Trial(TorchFunctionMode):
 
 
 def _function_of(hook: Any) -> tuple[Any, int]:
-    """Return the function of a hook, and how many arguments are bound before the module; -1 if that is not known."""
+    """Return the function of a hook, and the number of arguments bound before the module; -1 if unknown."""
     if isinstance(hook, types.MethodType):
         return hook.__func__, 1
     if isinstance(hook, functools.partial):
@@ -349,7 +349,7 @@ def _read_arguments(hook: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     names = code.co_varnames[bound + 1 : code.co_argcount]
     if "locals" in code.co_names or len(names) < len(arguments):
         return arguments
-    # A step of newer releases of Python loads two variables.
+    # An instruction of newer Python releases may load two variables.
     loaded = {name for step in dis.get_instructions(code) for name in _names(step.argval) if "LOAD" in step.opname}
     loaded |= set(code.co_cellvars)
     return tuple(value if name in loaded else None for name, value in zip(names, arguments, strict=False))

@@ -35,7 +35,7 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A tensor that a call computes: its number among those that the call leaves; or the number in it."""
+    """A computed tensor, by its index among those that the call stores; or the number in it."""
 
     number: int
     is_number: bool = False
@@ -53,12 +53,12 @@ class Mutation:
     """A change of an object, or of one attribute or variable of a namespace, by a call.
 
     Attributes:
-        path: as a user writes it, such as `self.layers.0.loss`.
+        path: the user's expression, such as `self.layers.0.loss`.
         place: the object or the namespace.
         entries: the new entries, with `TensorSlot`, `PreviousValue` and counters in them.
-        removed: the keys that are taken away.
+        removed: the removed keys.
         mode: `"update"` if entries replace those of their keys, `"replace"` if they replace all, `"append"` if they
-            follow all.
+            are appended.
         line: the user's line that makes the change.
         is_write_only: True if nothing in the call depends on the old entries, or other guards compare them.
     """
@@ -80,7 +80,7 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """The name by which code reaches the place."""
+        """The name by which code accesses the place."""
         return self.path.rpartition(".")[2]
 
     def _now(self) -> dict[Any, Any]:
@@ -96,23 +96,23 @@ class Mutation:
         return all(_is_kind(now.get(key, ABSENT), kind) for key, kind in self._before.items())
 
     def result(self, tensors: Sequence[Tensor]) -> dict[Any, Any]:
-        """Return the entries of one call, given the tensors that it leaves."""
+        """Return the entries of one call, given the tensors that it stores."""
         now = self._now()
         entries = {key: build_value(value, now, tensors) for key, value in self.entries.items()}
         return dict(enumerate([*now.values(), *entries.values()])) if self.mode == "append" else entries
 
     def apply(self, result: Mapping[Any, Any]) -> None:
-        """Put the entries of `result` into the place."""
+        """Write the entries of `result` to the place."""
         place = self.place
         removed = [*place.entries(place.original)] if self.mode == "replace" and not place.is_ordered else self.removed
-        # First what goes: this empties an ordered object, and the second call fills it.
+        # First remove: this empties an ordered object, and the second call fills it.
         place.write(place.original, {}, removed)
         place.write(place.original, result)
 
 
 def _kind(value: Any) -> Any:
     """Return the properties of an old value that a call may depend on."""
-    # The numbers of a tensor are an input of the next call, and no matter of the graph.
+    # The graph does not depend on a tensor's data, which is an input of the next call.
     if isinstance(value, Tensor):
         return Tensor
     return (type(value), len(value)) if isinstance(value, (*CONTAINERS, deque)) else value
@@ -124,7 +124,7 @@ def _is_kind(value: Any, kind: Any) -> bool:
 
 
 def build_value(tree: Any, now: Mapping[Any, Any], tensors: Sequence[Tensor]) -> Any:
-    """Return a value with the tensors of its slots, and what `now` holds in place of values that only move."""
+    """Fill the tensor slots of a value, and its previous values from `now`."""
     if isinstance(tree, TensorSlot):
         return tensors[tree.number].item() if tree.is_number else tensors[tree.number]
     if isinstance(tree, PreviousValue):
@@ -135,7 +135,7 @@ def build_value(tree: Any, now: Mapping[Any, Any], tensors: Sequence[Tensor]) ->
 
 
 def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return a container with the results of a function of keys and values; a value of another type as it is."""
+    """Map a function of keys and values over a container; return a value of another type unchanged."""
     kind = type(container)
     if isinstance(container, dict):
         contents = {key: function(key, value) for key, value in dict.items(container)}
@@ -150,10 +150,10 @@ def _map_container(container: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A tensor that `forward` leaves in an attribute, a container or a variable.
+    """A tensor that `forward` stores in an attribute, a container or a variable.
 
     Attributes:
-        name: as a user writes it, such as `self.layers.0.auxiliary_loss`.
+        name: the user's expression, such as `self.layers.0.auxiliary_loss`.
         differentiable: True if gradients flow into it.
     """
 
@@ -166,14 +166,14 @@ class Mutations:
 
     Args:
         reachable: the objects of the user's module, bound to those of the twin.
-        modules: the user's modules by the `id` of the twin's.
-        counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
+        modules: `id` of a twin's module -> the user's module.
+        counting: paths of numbers and containers replaced by stand-ins, which detect if anything depends on them.
 
     Attributes:
         changes: the mutations of the last call.
-        kept: paths and tensors that the call leaves, in the order of the numbers of their slots.
+        kept: paths and tensors that the call stores, in the order of their slots.
         depended: paths of `counting` on which something depends.
-        lines: the lines that set attributes, by the `id` of the user's module and the name.
+        lines: `id` of the user's module and name of an attribute -> the line that set it.
         unknown_sizes: lines that set attributes to a dynamic size, by path.
     """
 
@@ -194,26 +194,26 @@ class Mutations:
         self.kept: list[tuple[str, Tensor]] = []
 
     def note_state(self) -> None:
-        """Note the entries of all objects before the call."""
-        # Casts have put other parameters into the twin, and into its lists.
+        """Record the entries of all objects before the call."""
+        # Casts have replaced parameters of the twin, and of its lists.
         for place in self._reachable.places:
             if place.is_inside:
                 place.before = place.entries(place.traced)
         self._known = {id(value) for place in self._reachable.places for value in place.before.values()}
 
     def note_number(self, symbol: Any, tensor: Tensor) -> None:
-        """Note the tensor that a number is taken from."""
+        """Record the tensor that a number is read from."""
         if isinstance(symbol, _SYMBOLS):
             self._numbers[str(symbol.node.expr)] = tensor.detach()
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Context of the capture, after which objects outside of the module are as before."""
+        """Context of the capture, after which objects outside of the module are restored."""
         try:
             yield
         finally:
             self._restore()
-            # Mutations outlive the capture; the twin need not.
+            # Mutations outlive the capture, but should not keep the twin alive.
             for place in self._reachable.places:
                 place.traced, place.before = place.original, {}
 
@@ -229,7 +229,7 @@ class Mutations:
 
     def begin(self) -> None:
         """Begin to record a call; torch.export may call `forward` more than once."""
-        # What the call before left is undone, or this one would find it.
+        # Undo the changes of the previous call, which this one must not see.
         self._restore()
         self.changes, self.kept, self._numbers = [], [], {}
         for place in self._reachable.places if self._counting else ():
@@ -250,14 +250,14 @@ class Mutations:
 
     def end(self) -> None:
         """End the record of a call."""
-        # Attributes come first, so that what they are called in the outputs does not depend on other objects.
+        # Attributes first, so that their names in the outputs do not depend on other objects.
         for find in (self._tensor_attributes, self._mutations):
             for place in self._reachable.places:
                 self.changes += find(place)
         self._remove_stand_ins()  # torch.export compares attributes with their values before the call
 
     def check_constant(self, constant: Tensor, line: str) -> None:
-        """Raise a `CaptureError` if a graph reads a tensor of an object that the call puts other tensors into."""
+        """Raise a `CaptureError` if a graph reads a tensor of an object in which the call stores other tensors."""
         for mutation in self.changes:
             # The next call reads attributes of modules as inputs.
             for value in () if mutation.place.is_module else mutation.place.before.values():
@@ -270,8 +270,8 @@ class Mutations:
 
     @contextlib.contextmanager
     def refusing(self, line: str = "") -> Iterator[None]:
-        """Context in which a line runs code that steps run behind `forward`, and that may change no object."""
-        # Graphs write their own code when they first run.
+        """Context in which a line runs code that runs after `forward` in steps, and may change no object."""
+        # Graphs generate their code when they first run.
         places = [place for place in self._reachable.places if not isinstance(place.owner, fx.GraphModule)]
         before = [place.entries(place.traced) for place in places]
         yield
@@ -291,7 +291,7 @@ class Mutations:
         return self._reachable.generators
 
     def check_traced(self, tensor: Tensor, path: str, line: str = "") -> None:
-        """Raise a `CaptureError` if the call leaves a tensor that its graph does not compute."""
+        """Raise a `CaptureError` if the call stores a tensor that its graph does not compute."""
         if isinstance(tensor, FakeTensor) and traced_node(tensor) is None and id(tensor) not in self._known:
             raise CaptureError(
                 f"{line or self.line_of(path)} keeps a tensor in {path} that forward does not compute: a hook, the "
@@ -301,7 +301,7 @@ class Mutations:
             )
 
     def counters(self, numbers: Collection[str]) -> Iterator[str]:
-        """Yield paths of what the call may count with, or fill without looking; `numbers` are the numbers it reads."""
+        """Yield paths of possible counters, and of containers only filled; `numbers` are those that the call reads."""
         for mutation in self.changes:
             place = mutation.place
             if place.root is not None and type(place.original) in FILLABLE:
@@ -326,7 +326,7 @@ class Mutations:
                 yield Mutation(path, place, {key: slot}, [], "update", line, is_write_only=True)
 
     def _mutations(self, place: TrackedObject) -> Iterator[Mutation]:
-        """Yield the changes of an object, without the attributes of modules that were set to tensors."""
+        """Yield the changes of an object, except attributes of modules that were set to tensors."""
         stand_in = place.root and place.root[0].traced_value(place.root[1])
         if isinstance(stand_in, ContainerStandIn) and stand_in.path == place.path:
             entries, cleared = added_entries(stand_in)
@@ -348,7 +348,7 @@ class Mutations:
                     is_write_only = isinstance(value, Counter) or isinstance(place.owner, nn.Module)
                     yield self._mutation(path, place, {key: value}, is_write_only=is_write_only)
                 elif self._is_effect(place, key, value):
-                    # Values of modules that are read, and settings of their objects, are guarded by themselves.
+                    # Other guards compare values of modules that are read, and settings of their objects.
                     is_guarded = place.is_module or copy_value(value) is not ABSENT
                     yield self._mutation(path, place, {key: value}, is_write_only=is_guarded)
             if removed and not place.is_inside:
@@ -362,7 +362,7 @@ class Mutations:
                 changed, mode = dict(enumerate(after[len(before) :])), "append"
             assert place.root is not None
             owner, name = place.root
-            # A container of settings is guarded as a whole.
+            # Another guard compares a container of settings as a whole.
             is_guarded = place.is_inside and copy_value(owner.traced_value(name)) is not ABSENT
             yield self._mutation(place.path, place, changed, removed, mode=mode, is_write_only=is_guarded)
 
@@ -393,7 +393,7 @@ class Mutations:
     ) -> Mutation:
         line = self._line(place, path, changed)
         old = {id(value): key for key, value in place.before.items() if not is_plain(value)} if place.is_ordered else {}
-        # Elements of an ordered object that only move are those of the run, not of the capture.
+        # Elements of an ordered object that only move are taken from the run, not from the capture.
         entries = {}
         for key, value in changed.items():
             where = path if place.is_namespace else f"{path}[{key!r}]"
@@ -408,7 +408,7 @@ class Mutations:
         return len(paths)
 
     def tree(self, path: str, value: Any, line: str) -> Any:
-        """Return a value with slots for its tensors."""
+        """Replace the tensors of a value by slots."""
         if isinstance(value, _SYMBOLS):
             tensor = self._numbers.get(str(value.node.expr))
             if tensor is None:
@@ -422,7 +422,7 @@ class Mutations:
         if isinstance(value, FakeTensor):
             self.check_traced(value, path, line)
             return TensorSlot(self._keep(path, value))
-        # The user's own module, in place of its copy.
+        # The user's module instead of its copy.
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         if isinstance(value, (*CONTAINERS, deque)):
@@ -441,7 +441,7 @@ class Mutations:
 
     def line_of(self, path: str, changed: Mapping[Any, Any] = _EMPTY) -> str:
         """Return the user's line that changes an object: a line that names it, if there is one."""
-        # The code that changed an object has gone: what is left are the names in the code that can reach it.
+        # The code that changed the object has returned: search names in the code that can reach it.
         names = {path.partition("[")[0].rpartition(".")[2], *(key for key in changed if isinstance(key, str))}
         named = [(is_store, line) for name, is_store, line in self._named_lines if name in names]
         if named:
@@ -452,7 +452,7 @@ class Mutations:
 
     @cached_property
     def _named_lines(self) -> list[tuple[str, bool, str]]:
-        """The names in the user's code, each with a flag and the line; the flag is True if the line stores the name."""
+        """The names in the user's code, each with a flag (True if the line stores the name) and the line."""
         return [
             (step.argval, step.opname.startswith("STORE_"), code_line(code.co_filename, step.positions.lineno))
             for code in self._reachable.codes
@@ -463,7 +463,7 @@ class Mutations:
 
 
 def _entry(place: TrackedObject, key: Any) -> Any:
-    """Return what the user's object holds under a key."""
+    """Return the value of the user's object under a key."""
     return place.entries(place.original)[key]
 
 

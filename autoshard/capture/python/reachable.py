@@ -1,6 +1,6 @@
 """The Python objects that `forward` can reach: containers, objects with attributes, variables of functions.
 
-They are bound to their copies, so that changes by the copy's `forward` are found and undone.
+They are bound to their copies, so that changes by the copy's `forward` are detected and undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.capture.capture_errors import is_users_file
 from autoshard.capture.python.guards import ABSENT, HOOKS, is_equivalent, is_plain
 
 FOREIGN = frozenset({"torch", "autoshard", "builtins", "numpy", "logging", "threading", "weakref", "typing", "tqdm"})
-"""Packages whose objects are not state of a model: torch itself shows a bar of tqdm while it traces."""
+"""Packages whose objects are not state of a model (torch itself shows a tqdm bar while it traces)."""
 
 MODULE_STATE = frozenset({"__dict__", "__class__", *vars(nn.Module())})
 """Attributes that every module has."""
@@ -32,20 +32,20 @@ _PARAMETER_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 def is_parameter_list(owner: object, name: str) -> bool:
     """Return True if an attribute is torch's list of the parameters of a recurrent layer.
 
-    The layer makes it anew when it finds other parameters than those in it, as it does in every capture.
+    The layer rebuilds it when its parameters differ from those in it, as in every capture.
     """
     return name in _PARAMETER_LISTS and isinstance(owner, nn.RNNBase)
 
 
 NumPyGenerator = np.random.Generator | np.random.RandomState
 
-# How far objects are followed that hold objects: models nest configurations two or three deep.
+# Depth to which nested objects are followed: models nest configurations two or three deep.
 DEPTH = 4
-_MOST = 20_000  # objects that are looked at, and functions
+_MOST = 20_000  # inspected objects and functions
 
 
 def is_autoshard(value: object) -> bool:
-    """Return True if a value is of a class or a module of autoshard."""
+    """Return True if a value's class or module is autoshard's."""
     owner = getattr(value, "__module__", None) or type(value).__module__
     return isinstance(owner, str) and owner.split(".")[0] == "autoshard"
 
@@ -53,7 +53,7 @@ def is_autoshard(value: object) -> bool:
 def is_object(value: object) -> bool:
     """Return True if a value is an object of the user's code that has attributes.
 
-    A thread is none: it changes itself beside a call, such as the monitor of tqdm, and the call does not.
+    A thread does not count: it changes itself during a call, such as the monitor of tqdm, but the call does not.
     """
     if isinstance(value, threading.Thread) or type(value).__module__.split(".")[0] in FOREIGN:
         return False
@@ -65,11 +65,11 @@ class TrackedObject:
     """A mutable object, or a namespace of variables, attributes or defaults of arguments.
 
     Attributes:
-        path: as a user writes it.
+        path: the user's expression.
         original: the user's object; for a namespace, its table; for defaults of arguments, the function.
         owner: the object whose attributes a namespace has.
-        root: the namespace in which the object is found, and its name there; None for a namespace.
-        names: the names of a namespace that are looked at, if not all are.
+        root: the namespace that contains the object, and its name there; None for a namespace.
+        names: the tracked names of a namespace, if not all are.
         is_inside: True for the objects of the module, False for those of its code.
         traced: the twin's copy of `original`; `original` itself outside of the module.
         before: the entries of `traced` before `forward`, by key or position.
@@ -86,13 +86,13 @@ class TrackedObject:
 
     def bind(self, copies: Mapping[int, Any]) -> None:
         """Set the traced object, given the twin's copies of objects by the `id` of the originals."""
-        # `copy.deepcopy` makes a new table of attributes, which its memo does not have: the owner's copy has it.
+        # The memo of `copy.deepcopy` does not contain the new table of attributes: take it from the owner's copy.
         if self.owner is not None:
             self.traced = vars(copies.get(id(self.owner), self.owner))
         else:
             self.traced = copies.get(id(self.original), self.original)
         if isinstance(self.traced, dict) is not isinstance(self.original, dict):
-            self.traced = self.original  # the module copies itself in a way of its own
+            self.traced = self.original  # the module has a custom `__deepcopy__`
         self.before = self.entries(self.traced)
 
     @property
@@ -115,7 +115,7 @@ class TrackedObject:
         return self.entries(self.traced).get(name)
 
     def entries(self, held: Any) -> dict[Any, Any]:
-        """Return the entries of the original or the traced object, whatever iteration means for its class."""
+        """Return the entries of the original or the traced object, ignoring custom iteration of its class."""
         if self.is_ordered:
             return dict(enumerate(elements(held)))
         if isinstance(held, types.CellType):
@@ -129,7 +129,7 @@ class TrackedObject:
         return dict(zip(dict.keys(held), dict.values(held), strict=True))
 
     def write(self, target: Any, entries: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
-        """Put entries into the original or the traced object; an ordered object then holds no other values."""
+        """Write entries to the original or the traced object; they replace all values of an ordered object."""
         if isinstance(target, (list, deque)):
             target.clear()
             target.extend(entries.values())
@@ -148,20 +148,20 @@ class TrackedObject:
             for name in removed:
                 delattr(target, name)
         else:
-            # Past methods of a subclass, which may do more, or refuse.
+            # Bypass methods of a subclass, which may do more, or fail.
             for key, value in entries.items():
                 dict.__setitem__(target, key, value)
             for key in removed:
                 dict.pop(target, key, None)
 
     def is_changed(self) -> bool:
-        """Return True if the entries of the traced object are not those of before."""
+        """Return True if the entries of the traced object have changed."""
         if self.is_ordered:
             return [*map(id, self.entries(self.traced).values())] != [*map(id, self.before.values())]
         return any(self.changes())
 
     def changes(self) -> tuple[dict[Any, Any], list[Any]]:
-        """Return the new entries of the traced object, all entries if it is ordered, and the keys that are gone."""
+        """Return the new entries of the traced object (all entries if it is ordered), and the removed keys."""
         now, before = self.entries(self.traced), self.before
         if self.is_ordered:
             return now, []
@@ -184,7 +184,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def elements(value: Any) -> Iterator[Any]:
-    """Return the elements of a list, tuple, deque or set, whatever iteration means for its class."""
+    """Return the elements of a list, tuple, deque or set, ignoring custom iteration of its class."""
     kind = next(kind for kind in (list, tuple, deque, set, frozenset) if isinstance(value, kind))
     return iter(kind.__iter__(value))
 
@@ -215,17 +215,17 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
 
 
 class Reachable:
-    """The mutable objects that the code of a user's module can reach, and then those that hooks can reach.
+    """The mutable objects that the code of a user's module can reach, and those that hooks can reach.
 
     Args:
         module: the module.
         hooks: hooks; by default those of the submodules.
-        alone: True for what the hooks can reach alone, without the code and the submodules of the module.
+        alone: True for only the objects of the hooks, without the code and the submodules of the module.
 
     Attributes:
         places: the objects of the module; then variables of functions, attributes of classes, and the objects in them.
-        forward_places: the number of places that are not those of hooks.
-        codes: the user's code that was found.
+        forward_places: the number of places that are not of hooks.
+        codes: the code objects of the user.
         generators: NumPy's generators of random numbers, with their paths.
     """
 
@@ -268,7 +268,7 @@ class Reachable:
             return
         owner = getattr(hook, "__self__", hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        # A namespace of its own, for what no other object names.
+        # A separate namespace, for an object that no other one names.
         place = self._add(TrackedObject(name, {"": owner}))
         self._walk(name, (place, ""), hook, 0)
         if owner is not hook:
@@ -276,7 +276,7 @@ class Reachable:
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[list[TrackedObject]]:
-        """Context whose changes of objects are undone; behind it, the list has the objects that were changed."""
+        """Context whose changes of objects are undone; afterwards, the list has the changed objects."""
         kept = [(place, place.before) for place in self.places]
         for place in self.places:
             place.before = place.entries(place.traced)
@@ -303,7 +303,7 @@ class Reachable:
                 place.restore()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors in containers and objects, of which hooks may have some."""
+        """Yield the tensors in containers and objects."""
         for place in self.places:
             if not place.is_module:
                 yield from (value for value in place.entries(place.original).values() if isinstance(value, Tensor))
@@ -316,7 +316,7 @@ class Reachable:
     def _is_new(self, value: object) -> bool:
         if id(value) in self._known or len(self._known) > _MOST:
             return False
-        # Ids stay valid: all values are held by the user's objects.
+        # Ids stay valid, since the user's objects hold all values.
         self._known.add(id(value))
         return True
 
@@ -369,7 +369,7 @@ class Reachable:
 
     def _add_function(self, value: types.FunctionType | types.MethodType) -> None:
         function = value.__func__ if isinstance(value, types.MethodType) else value
-        # A decorator of the kind of functools.wraps keeps the user's function there.
+        # A decorator with functools.wraps stores the user's function there.
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, types.FunctionType) or not is_users_file(function.__code__.co_filename):
             return
@@ -406,7 +406,7 @@ class Reachable:
         if (id(table), name) in self._known:
             return
         value = table.get(name)
-        # An imported file is not walked whole: the code of a function names what it takes from it.
+        # An imported module is not walked whole: the code of a function names what it uses.
         if isinstance(value, types.ModuleType):
             file = getattr(value, "__file__", None)
             if file and is_users_file(file) and value.__name__.split(".")[0] not in FOREIGN and names:
@@ -430,7 +430,7 @@ def _hooks_of_parts(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _is_users(kind: type) -> bool:
-    # Classes have no file of their own; functions that were put into a class later are of another module.
+    # Classes have no file; functions added to a class later are of another module.
     functions = (value for value in vars(kind).values() if isinstance(value, types.FunctionType))
     files = (each.__code__.co_filename for each in functions if each.__module__ == kind.__module__)
     return all(map(is_users_file, files))

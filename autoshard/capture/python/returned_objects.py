@@ -1,4 +1,4 @@
-"""Objects in the result of a call that no graph holds: dataclasses, opaque objects, and arguments that are returned."""
+"""Objects in the result of a call that no graph can hold: dataclasses, opaque objects, and returned arguments."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def leaves_by_path(tree: Any) -> list[tuple[Path, Any]]:
         if not _is_keyless(leaf):
             leaves.append((path, leaf))
             continue
-        # torch raises an error for types registered without keys, such as the outputs of diffusers: their parts get
-        # the keys of a mapping, or positions.
+        # torch raises an error for types registered without keys, such as the outputs of diffusers: use the keys of a
+        # mapping, or positions.
         parts, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
         is_mapping = isinstance(leaf, Mapping) and len(leaf) == len(parts)
         keys = [pytree.MappingKey(key) for key in leaf] if is_mapping else map(pytree.SequenceKey, range(len(parts)))
@@ -55,7 +55,7 @@ def _is_keyless(node: Any) -> bool:
 class Record:
     """Container of the fields of a dataclass whose type is not registered with `torch.utils._pytree`, or of a size.
 
-    Torch registers `torch.Size`, and makes a tuple of its parts.
+    Torch registers `torch.Size`, but rebuilds it as a tuple.
     """
 
     kind: type[Any]
@@ -70,7 +70,7 @@ class Record:
         """Return the dataclass with these fields, or the size; `call` as for `restore_objects`."""
         if self.kind is torch.Size:
             return torch.Size(self.fields.values())
-        # As by `copy.copy`, `__init__` is not called. `object.__setattr__` sets fields of frozen dataclasses, too.
+        # As in `copy.copy`, `__init__` is not called. `object.__setattr__` also sets fields of frozen dataclasses.
         instance: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
             object.__setattr__(instance, name, restore_objects(value, call))
@@ -91,7 +91,7 @@ pytree.register_pytree_node(
 
 def record_objects(tree: Any) -> Any:
     """Return the tree with a `Record` for every size, and for every dataclass whose type is not registered."""
-    # The tree itself, without a copy of its containers, if there are none.
+    # Without any, return the tree itself, without copying containers.
     if not any(map(_is_recorded, pytree.tree_leaves(tree, is_leaf=_is_size))):
         return tree
     return pytree.tree_map(lambda leaf: _record(leaf) if _is_recorded(leaf) else leaf, tree, is_leaf=_is_size)
@@ -126,7 +126,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a call, in an output that holds it: its position, or its keyword."""
+    """An argument of a call in its output: its position, or its keyword."""
 
     key: int | str
 
@@ -137,7 +137,7 @@ class Argument:
 
 
 def restore_objects(tree: Any, call: Call) -> Any:
-    """Return the tree with what `record_objects` replaced, and the arguments of a call."""
+    """Restore the objects that `record_objects` replaced, and the arguments of a call."""
 
     def restore(leaf: Any) -> Any:
         if isinstance(leaf, Record):
@@ -150,7 +150,7 @@ def restore_objects(tree: Any, call: Call) -> Any:
 def find_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[Argument, list[Any]]]:
     """Return the arguments that are objects of registered types, with their leaves, by identity.
 
-    Builtin containers are left out: calls may change them, and then return other ones.
+    Builtin containers are excluded: calls may change them, and then return other ones.
     """
     passed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return {
@@ -170,30 +170,30 @@ _IMMUTABLE = (
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Return True for what torch.export takes in an output; of members of `enum.IntEnum` and the like it takes none."""
+    """Return True for a value that torch.export allows in an output; it allows no `enum.IntEnum` and the like."""
     return isinstance(leaf, _GRAPH_VALUES) or type(leaf) in _PLAIN
 
 
 def _is_constant(leaf: Any) -> bool:
-    """Return True for an object that never changes, holds no tensor, and is the same on every rank."""
+    """Return True for an immutable object without tensors that is equal on all ranks."""
     if isinstance(leaf, slice):
         return all(isinstance(part, _IMMUTABLE) for part in (leaf.start, leaf.stop, leaf.step))
     if isinstance(leaf, frozenset):
         return all(map(_is_constant, leaf))
-    # Each rank has another device where there are several.
+    # Device indices differ between ranks.
     return leaf.index is None if isinstance(leaf, torch.device) else isinstance(leaf, _IMMUTABLE)
 
 
 class OpaqueOutputs:
-    """Replacement, by plain values, of objects in an output other than tensors, plain values and known containers.
+    """Replaces objects in an output by plain values, except tensors, plain values and known containers.
 
-    Hugging Face models return their key-value cache beside the loss by default. A training step has no use for it, and
-    a graph returns tensors alone. A cache that a call was given, and returns with the tensors that it had, is that of
-    the caller in every call. What cannot change, such as a dtype, is the same in every call.
+    Hugging Face models return their key-value cache besides the loss by default. A training step does not need it, and
+    a graph only returns tensors. A cache that is an argument, and returned with the same tensors, is the caller's in
+    every call. Immutable objects, such as a dtype, are the same in every call.
 
     Attributes:
-        replaced: path in the output -> name of the type that was replaced.
-        restored: path in the output -> the argument, or the constant, that stands there.
+        replaced: path in the output -> name of the replaced type.
+        restored: path in the output -> the argument or constant at this path.
     """
 
     def __init__(self) -> None:
@@ -201,16 +201,16 @@ class OpaqueOutputs:
         self.restored: dict[str, Argument | Constant] = {}
 
     def replace(self, output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
-        """Return the output with plain values for such objects; the output itself if no tensor would be left.
+        """Return the output with plain values for such objects; the output itself if it has no tensor.
 
         Args:
             output: of `forward`.
-            passed: the objects that it was given, as `find_objects` returns them, before the call.
+            passed: the arguments that are objects, from `find_objects` before the call.
         """
         recorded = _with_arguments(record_objects(output), passed)
         leaves = leaves_by_path(recorded)
         opaque = {leaf_name(path): leaf for path, leaf in leaves if not _is_plain(leaf)}
-        # torch has a message of its own for an output without any tensor.
+        # torch has an error message for an output without tensors.
         if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
             return output
         if not opaque:
@@ -224,7 +224,7 @@ class OpaqueOutputs:
                 self.replaced[name] = type(leaf).__name__
 
         def plain(leaf: Any) -> Any:
-            # A text, as outputs of transformers drop what is None. The layout of the result has the object again.
+            # A string, since outputs of transformers drop None. The layout of the result restores the object.
             if _is_plain(leaf):
                 return leaf
             return "restored" if isinstance(leaf, Argument) or _is_constant(leaf) else None
@@ -243,7 +243,7 @@ class OpaqueOutputs:
 
 
 def _with_arguments(output: Any, passed: Mapping[int, tuple[Argument, list[Any]]]) -> Any:
-    """Return the output with an `Argument` for every object that `forward` was given and whose leaves are the same."""
+    """Return the output with an `Argument` for every object that is an argument of `forward` with unchanged leaves."""
 
     def is_passed(node: Any) -> bool:
         if id(node) not in passed:

@@ -1,8 +1,8 @@
-"""The state that `forward` reads and leaves: flags, numbers, submodules and hooks, tensors in Python and in buffers.
+"""The state that `forward` reads and changes: flags, numbers, submodules and hooks, tensors in Python and in buffers.
 
-A graph holds the state as it was at the capture. State that was read becomes guards, so that the graph serves no call
-that would run otherwise. State that was set is set again behind every call, as it would be on one device. Tensors that
-are left are outputs of the graph beside its results.
+A graph has the state of the capture. State that was read becomes guards, so that the graph is not used for calls that
+would run differently. Changes of state are replayed after every call, as on one device. Tensors stored in state are
+extra outputs of the graph.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from autoshard.capture.python.mutations import Attribute, Mutation, Mutations
 from autoshard.capture.python.reachable import DEPTH, FOREIGN, MODULE_STATE, Reachable, is_object
 from autoshard.errors import CaptureError, InputError, warn_caller
 
-_METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets anew on a module
-_MOST_STATES = 4  # graphs of one kind of call that its own changes of what it reads may ask for
+_METHODS = frozenset(vars(nn.Module)) - {"forward"}  # which nobody sets on a module
+_MOST_STATES = 4  # most graphs of one kind of call that changes the state it reads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedHook:
-    """A hook that a call registers on a submodule, as models do that are asked for more outputs.
+    """A hook that a call registers on a submodule, as some models do for more outputs.
 
-    It runs with the submodule, and so when another call is captured.
+    It runs with the submodule, so only when another call is captured.
     """
 
     module: nn.Module
@@ -64,16 +64,16 @@ class AddedHook:
 
 @dataclass(slots=True, eq=False)
 class PythonState:
-    """The state of Python in a captured call.
+    """The Python state of a captured call.
 
     Attributes:
         guards: the state that the graph depends on.
         mutations: the changes that a call makes.
         counters: paths of numbers that the call reads and changes, and of containers that it fills.
-        are_counters_unread: True if stand-ins for them were not read: nothing depends on them.
-        conditions: the numbers in inputs and buffers that the graph depends on.
+        are_counters_unread: True if their stand-ins were not read: nothing depends on them.
+        conditions: the values in inputs and buffers that the graph depends on.
         hooks: the hooks that a call registers.
-        observed: the calls of hooks that only look.
+        observed: the calls of observing hooks.
     """
 
     guards: Guards = field(default_factory=Guards)
@@ -85,7 +85,7 @@ class PythonState:
     observed: tuple[ObservedCall, ...] = ()
 
     def apply_effects(self, tensors: Sequence[Tensor] = ()) -> None:
-        """Change the state as a call does that leaves these tensors."""
+        """Apply the changes of a call that stores these tensors."""
         # All results before any change: a value may move from one object to another.
         results = [mutation.result(tensors) for mutation in self.mutations]
         for mutation, result in zip(self.mutations, results, strict=True):
@@ -96,7 +96,7 @@ class PythonState:
             call.run(tensors)
 
     def invalidating_mutations(self) -> list[Mutation]:
-        """Return the changes by calls because of which the guards do not hold now."""
+        """Return the mutations that make the guards fail."""
         changed = [subject for subject, _ in self.guards.changes()]
         return [
             mutation
@@ -106,10 +106,10 @@ class PythonState:
 
 
 def check_invalidating_effects(known: Sequence[PythonState]) -> None:
-    """Raise an `InputError` if a kind of call asks for one graph after another, because it changes what it reads.
+    """Raise an `InputError` if a kind of call needs more and more graphs because it changes the state that it reads.
 
     Args:
-        known: the states of its graphs; the present state is another.
+        known: the states of its graphs, all different from the current state.
     """
     changing = [mutation for state in known for mutation in state.invalidating_mutations()]
     for mutation in changing:
@@ -132,7 +132,7 @@ class _WatchedModule:
         fake: the module of the twin.
         original: the user's module.
         read: names of attributes that were read, in order.
-        fresh: names of attributes that were set before they were read: their old values mean nothing.
+        fresh: names of attributes that were set before they were read, so that old values do not matter.
     """
 
     path: str
@@ -143,7 +143,7 @@ class _WatchedModule:
 
     @property
     def text(self) -> str:
-        """The module as a user writes it."""
+        """The user's expression for the module."""
         return f"self.{self.path}" if self.path else "self"
 
 
@@ -153,7 +153,7 @@ class StateWatch:
     Args:
         module: the user's module, whose state the guards and mutations concern.
         mode: of the fake tensors.
-        counting: paths of numbers and containers that stand-ins replace, which find out if anything depends on them.
+        counting: paths of numbers and containers replaced by stand-ins, which detect if anything depends on them.
         traced: the hooks of submodules that are part of `forward`.
 
     Attributes:
@@ -174,7 +174,7 @@ class StateWatch:
         reachable, originals = Reachable(module), dict(module.named_modules())
         self.mode = mode
         self.twin = fake_copy(module, mode, reachable)
-        # By identity, since every access to an attribute asks for its module.
+        # By identity, since every attribute access looks up its module.
         self._parts = {
             id(part): _WatchedModule(path, part, originals[path])
             for path, part in self.twin.named_modules()
@@ -201,7 +201,7 @@ class StateWatch:
             patches.enter_context(attribute_patch(nn.Module, "__getattribute__", reader))
             patches.enter_context(attribute_patch(nn.Module, "__setattr__", setter))
 
-        with around_dynamo(patches.close, patch), patches:  # Dynamo can't read how attributes are watched
+        with around_dynamo(patches.close, patch), patches:  # Dynamo does not support the watch of attributes
             patch()
             yield
 
@@ -237,11 +237,11 @@ class StateWatch:
         )
 
     def end_hooks(self) -> None:
-        """Let the call leave what hooks look at, behind the record of its other changes."""
+        """Add the tensors of observing hooks to the stored tensors, after the other changes."""
         self._observed = tuple(self.hooks.end())
 
     def _reader(self) -> Callable[[nn.Module, str], Any]:
-        # Local names, since this runs at every access to an attribute of any module.
+        # Local variables, since this runs at every attribute access of any module.
         plain, parts = object.__getattribute__, self._parts
 
         def read(module: nn.Module, name: str) -> Any:
@@ -259,7 +259,7 @@ class StateWatch:
         def write(module: nn.Module, name: str, value: Any) -> None:
             part = parts.get(id(module)) if self.running else None
             if part is not None:
-                # Whatever the attribute held before the call: nothing has depended on it.
+                # Nothing has depended on the old value.
                 if name not in part.read:
                     part.fresh.add(name)
                 lines[id(part.original), name] = running_line()
@@ -274,7 +274,7 @@ class StateWatch:
                 f"{line} sets {path} to a size that calls may change: the parallelised module does not. Return the "
                 "size, or leave it out of dynamic.",
             )
-        # From what was read of the copy, guards of the user's own modules.
+        # Guards of the user's modules for the attributes that were read of the copy.
         guards = _GuardCollector()
         for part in self._parts.values():
             is_root = part.fake is self.twin
@@ -289,7 +289,7 @@ class StateWatch:
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
                 guards.hooks += [TableGuard(part.text, "hooks", tables[name]) for name in HOOKS]
-        # Only such numbers are worth a second capture, which asks if anything depends on them.
+        # Only these numbers are worth a second capture, which checks if anything depends on them.
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
         mutations = tuple(self.mutations.changes)
         return PythonState(
@@ -309,7 +309,7 @@ class StateWatch:
 
 
 def _holds_module(hook: Callable[..., Any]) -> bool:
-    """Return True if a hook may belong to the twin's module alone: all but functions that close over no module."""
+    """Return True if a hook may refer to modules of the twin: all but functions without modules in their closure."""
     # A method is bound to a module of the twin, and would run on fake tensors.
     if not isinstance(hook, FunctionType):
         return True
@@ -318,7 +318,7 @@ def _holds_module(hook: Callable[..., Any]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _GuardCollector:
-    """Guards of the state that was read, each once: `reads`, `submodules`, `attributes` and `hooks` of `Guards`."""
+    """Distinct guards of the state that was read: `reads`, `submodules`, `attributes` and `hooks` of `Guards`."""
 
     reads: list[ValueGuard] = field(default_factory=list)
     submodules: list[TableGuard] = field(default_factory=list)
@@ -354,7 +354,7 @@ class _GuardCollector:
             self.attributes.append(TableGuard(path, "attributes", held, looked_up))
 
     def _of_class(self, kind: type, name: str) -> None:
-        # Where Python finds the name, which is where a later assignment would change it for all instances.
+        # The class in which Python finds the name, where a later assignment would change it for all instances.
         owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         known = owner is None or (id(owner), name) in self._known
         if owner is not None and not known and owner.__module__.split(".")[0] not in FOREIGN:
@@ -368,7 +368,7 @@ class _GuardCollector:
             self._inside(path, table[name], depth)
 
     def _inside(self, path: str, value: Any, depth: int) -> None:
-        """Add guards of the attributes of an object, also of one in a container."""
+        """Add guards of the attributes of an object, or of objects in a container."""
         if depth == DEPTH or copy_value(value) is not ABSENT or isinstance(value, Tensor):
             return
         if isinstance(value, (dict, list, tuple)):
@@ -382,7 +382,7 @@ class _GuardCollector:
 
 
 class TracedParameters(TorchFunctionMode):
-    """Mode in which functions of torch take the traced parameter or buffer in place of the user's.
+    """Mode in which functions of torch use the traced parameter or buffer instead of the user's.
 
     Code may find a parameter in a global variable, a list or a closure. The capture runs a copy of the module, in which
     tensors are fake; the real parameter would be a constant of the graph, without a gradient.
@@ -414,7 +414,7 @@ class TracedParameters(TorchFunctionMode):
         if isinstance(value, Tensor):
             place = self._tensors.get(id(value))
             return value if place is None else getattr(*place)
-        # Functions of torch take tensors in no other containers.
+        # Functions of torch take no other containers of tensors.
         return type(value)(map(self._traced_value, value)) if type(value) in (list, tuple) else value
 
     def check_constant(self, constant: Tensor, line: str) -> None:
@@ -427,7 +427,7 @@ class TracedParameters(TorchFunctionMode):
             )
 
 
-# How torch.export's warning of an assignment that is lost begins.
+# The start of torch.export's warning of a lost assignment.
 _ASSIGNMENT_WARNING = "The tensor attribute"
 
 
@@ -437,7 +437,7 @@ class SetBuffer:
 
     Attributes:
         name: of the buffer.
-        fault: the reason why the module cannot hold the new tensor; None where it can.
+        fault: the reason why the module cannot hold the new tensor; None if it can.
     """
 
     name: str
@@ -445,20 +445,20 @@ class SetBuffer:
 
 
 class AssignedTensors:
-    """Watch of a call by which it returns, beside its output, the tensors that it leaves in Python.
+    """Watch of a call that returns, besides its output, the tensors that it stores in Python.
 
-    Mixtures of experts keep their balancing loss in an attribute, and recurrent networks their state; running
-    statistics are buffers. torch.export undoes assignments to attributes, and follows those to buffers in the root
-    module alone.
+    Mixtures of experts store their balancing loss in an attribute, and recurrent networks their state; running
+    statistics are buffers. torch.export undoes assignments to attributes, and supports those to buffers only in the
+    root module.
 
     Args:
         module: the module, before its call.
-        mutations: records which tensors the call leaves in attributes and other objects.
-        flags: returns, after the call, flags that are outputs behind everything else.
-        leave_more: called behind the record of what the call leaves, to add to it.
+        mutations: records which tensors the call stores in attributes and other objects.
+        flags: returns, after the call, flags that are the last outputs.
+        leave_more: called after the record of stored tensors, to add to it.
 
     Attributes:
-        buffers: the buffers that the call set to other tensors, which are returned behind those of `attributes`.
+        buffers: the buffers that the call set to other tensors, which are outputs after those of `attributes`.
     """
 
     def __init__(
@@ -474,16 +474,16 @@ class AssignedTensors:
         self._flags = flags
         self.buffers: tuple[SetBuffer, ...] = ()
         self._buffers_before: dict[str, torch.Tensor | None] = {}
-        self._lines: dict[tuple[int, str], str] = {}  # the line that set a buffer of a module last
+        self._lines: dict[tuple[int, str], str] = {}  # the last line that set a buffer of a module
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The tensors that the call leaves in attributes, containers and variables."""
+        """The tensors that the call stores in attributes, containers and variables."""
         return tuple(Attribute(path, value.requires_grad) for path, value in self._mutations.kept)
 
     def begin(self) -> None:
-        """Note the buffers before a call."""
-        # Not in `__init__`: when the call begins, torch.export has put other buffers in place of the module's.
+        """Record the buffers before a call."""
+        # Not in `__init__`: at the start of the call, torch.export has replaced the module's buffers.
         self._buffers_before = dict(self._named_buffers())
         self._mutations.begin()
 
@@ -491,7 +491,7 @@ class AssignedTensors:
         self._lines[id(part), name] = running_line()
 
     def end(self, output: Any) -> Any:
-        """Return the output, the values of attributes and buffers, and flags; the output alone where there are none."""
+        """Return the output, the values of attributes and buffers, and flags; only the output without any."""
         self._mutations.end()
         self._leave_more()
         buffers = dict(self._new_buffers())
@@ -538,12 +538,12 @@ class AssignedTensors:
                 "shapes and dtypes. Register it as it will be, keep "
                 f"what changes in a plain attribute (self.{last} = ... without register_buffer), or return it."
             )
-            # Whether a fault is an error is known only from the graph: a cache of constants may be made anew.
+            # Only the graph tells if a fault is an error: a cache of constants may be rebuilt.
             yield SetBuffer(name, None if fits else fault), new
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of a call of torch.export, whose warnings of lost assignments are dropped: none is lost."""
+        """Context of a call of torch.export that drops its warnings of lost assignments, since none is lost."""
         with (
             register_module_buffer_registration_hook(self._note_line),
             warnings.catch_warnings(record=True) as raised,
@@ -556,14 +556,14 @@ class AssignedTensors:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield all buffers by path, also those that are None, which torch's `named_buffers` leaves out."""
+        """Yield all buffers by path, including those that are None, which torch's `named_buffers` omits."""
         for path, part in self._module.named_modules():
             for name, value in part._buffers.items():
                 yield (f"{path}.{name}" if path else name), value
 
 
 def _shape(tensor: torch.Tensor) -> tuple[str, ...]:
-    # Symbolic sizes as text: comparing the symbols would add a condition on the sizes to the graph.
+    # Symbolic sizes as strings: comparing symbols would add a condition on sizes to the graph.
     return tuple(map(str, tensor.shape))
 
 

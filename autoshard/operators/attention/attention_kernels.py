@@ -3,9 +3,9 @@
 The kernels behind `autoshard::attention`: the device's own kernel is chosen when the operator runs.
 
 All kernels take and return one form: an output `[b, h, s, e]`, and for each query the natural logarithm of its sum of
-exponentials `[b, h, s]`. Backward needs no more than these and the inputs, so that the two halves need not run the same
-kernel. With dropout they must: each kernel draws dropped weights in its own way from the device's generator, which is
-seeded for the call, so that backward draws them again.
+exponentials `[b, h, s]`. Backward needs only these and the inputs, so the two halves need not run the same kernel. With
+dropout they must: each kernel draws dropped weights in its own way from the device's generator, which is seeded for the
+call, so that backward draws them again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call on the keys that its queries can attend to.
+    """One call, on the keys that its queries can attend to.
 
     Attributes:
         query: `[b, h, s, d]`.
         key: `[b, g, t, d]`, where `g` divides `h`.
         value: `[b, g, t, e]`.
-        mask: added to the scores `[b, h, s, t]`, or truth values that keep a score; broadcast to them. None in a
-            causal call.
-        causal: a query attends to no key behind its own; the last query's own key is the last key.
-        window: number of keys that a query of a causal call attends to at most, its own the last; 0 for all.
+        mask: added to the scores `[b, h, s, t]`, or booleans that are True for kept scores; broadcast to them. None in
+            a causal call.
+        causal: True if a query attends to no key after its own; the last query's own key is the last key.
+        window: most keys that a query of a causal call attends to, up to its own; 0 for all.
         scale: of the scores.
-        dropout: the probability with which a weight is dropped.
+        dropout: the probability of dropping a weight.
         seed: of the random numbers that choose dropped weights.
     """
 
@@ -69,13 +69,13 @@ class AttentionCall:
 
     @property
     def is_simple(self) -> bool:
-        """True if the causal flag of every kernel means the limit of this call, or the call has no limit."""
+        """True if the call has no limit, or every kernel's causal flag means its limit."""
         # With unequal lengths some kernels align the first query with the first key, others the last with the last.
         queries, keys = self.lengths
         return not self.causal or (queries == keys and not self.window)
 
     def with_mask(self) -> AttentionCall:
-        """Return the same attention, its causal limit and window written into the mask."""
+        """Return the same attention with its causal limit and window as a mask."""
         if not self.causal:
             return self
         queries, keys = self.lengths
@@ -99,7 +99,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackwardInputs:
-    """The results of the forward half of a call, the gradient of its output, and a flag: the mask's gradient is wanted.
+    """Results of a forward call, the gradient of its output, and a flag: True if the mask's gradient is wanted.
 
     Shapes are `[b, h, s, e]` of `out` and `grad_out`, and `[b, h, s]` of `logsumexp`.
     """
@@ -119,7 +119,7 @@ class Kernel:
 
 
 def band(queries: range, keys: range, window: int, device: torch.device) -> Tensor:
-    """Return truth values `[s, t]`: the query at a position attends to the key at a position."""
+    """Return booleans `[s, t]`: True where the query at a position attends to the key at a position."""
     query_position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
     key_position = torch.arange(keys.start, keys.stop, device=device)
     kept = key_position <= query_position
@@ -138,24 +138,24 @@ def drop_unreachable_keys(whole: AttentionCall, start: int) -> tuple[AttentionCa
     queries, keys = whole.lengths
     end = start + queries
     first, last = max(0, start - whole.window + 1) if whole.window else 0, min(keys, end)
-    # Queries that are all padding behind the last key reach none; their call has the first keys, not an empty range.
+    # Queries that are all padding after the last key reach none: use the first keys, not an empty range.
     first = first if first < last else 0
     every = first == 0 and last == keys
     part = whole if every else replace(whole, key=whole.key[:, :, first:last], value=whole.value[:, :, first:last])
     if end == last:
         return part, first
-    # Some queries stand behind the last key: the last query's own key is not the last one, as `causal` would mean.
+    # Some queries are after the last key: the last query's own key is not the last key, as `causal` would mean.
     mask = band(range(start, end), range(first, last), whole.window, whole.query.device)
     return replace(part, mask=mask, causal=False, window=0), first
 
 
 def no_gradient(call: AttentionCall) -> Tensor:
-    """Return the empty tensor in the place of the mask's gradient where it is not wanted."""
+    """Return the empty tensor that replaces an unwanted gradient of the mask."""
     return call.query.new_empty(0)
 
 
 def _precise(value: Tensor) -> Tensor:
-    """Return 16-bit floats as float32, in which kernels add up, too."""
+    """Return 16-bit floats as float32, in which kernels accumulate, too."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
@@ -173,7 +173,7 @@ def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def _apply_dropout(call: AttentionCall, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return weights, zero where they are dropped and scaled up where they are kept; the seed decides which."""
+    """Return weights, dropped (zero) or scaled up by random numbers of the seed."""
     if not call.dropout:
         return weights
     generator = torch.Generator(call.query.device).manual_seed(call.seed)
@@ -201,7 +201,7 @@ def _math_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gr
     grad_mask = no_gradient(call)
     if call.mask is not None and call.mask.dtype != torch.bool:
         grad_mask = grad_scores.sum_to_size(call.mask.shape).to(call.mask.dtype)
-    grad_scores = grad_scores * call.scale  # the mask is added behind the scale
+    grad_scores = grad_scores * call.scale  # the mask is added after scaling
     grad_query = grad_scores @ _precise(call.key)
     grad_key = grad_scores.transpose(-2, -1) @ _precise(call.query)
     grad_value = kept_weights.transpose(-2, -1) @ gradient
@@ -209,13 +209,13 @@ def _math_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> Gr
 
 
 MATH = Kernel(_math_forward, _math_backward)
-"""Attention by matrix products, for keys that no heads share. It holds all scores in memory, and takes every call."""
+"""Attention by matrix products, for every call with a key head per query head. It holds all scores in memory."""
 
 
 # The numbers of `torch.nn.attention.SDPBackend`.
 _MATH, _FLASH, _EFFICIENT, _CUDNN = 0, 1, 2, 3
 
-# Flash attention of causal calls whose last query is the last key, and of windows. It is no backend of torch's own.
+# Flash attention of causal calls that align the last query and key, and of windows; not one of torch's backends.
 _BANDED = -1
 
 
@@ -229,7 +229,7 @@ def choose_kernel(call: AttentionCall) -> tuple[Kernel, AttentionCall]:
             return _kernels(call)[_BANDED], call
         call = call.with_mask()
     choice = _choice(call)
-    # These kernels know no groups. With repeated keys, a kernel that holds no scores may take the call.
+    # These kernels do not support groups. With repeated keys, a kernel that holds no scores may take the call.
     if choice in (_MATH, _EFFICIENT):
         call = call.with_repeated_keys()
         choice = _choice(call)
@@ -239,7 +239,7 @@ def choose_kernel(call: AttentionCall) -> tuple[Kernel, AttentionCall]:
 def choose_dropout_kernel(call: AttentionCall) -> int:
     """Return the number of the kernel for a call that drops weights.
 
-    Backward must run the same kernel, which draws the weights again.
+    Backward must run the same kernel, which redraws the weights.
     """
     # Fused kernels scale kept weights by 1 / (1 - dropout).
     if call.dropout >= 1:
@@ -249,7 +249,7 @@ def choose_dropout_kernel(call: AttentionCall) -> int:
         return _BANDED if _takes_bands(call) else _choice(call.with_mask())
     if call.mask is None or call.mask.dtype == torch.bool:
         return _choice(call)
-    # cuDNN's kernel gives no gradient of a mask, which backward may be asked for.
+    # cuDNN's kernel has no gradient of a mask, which backward may need.
     enabled = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
     try:
@@ -271,7 +271,7 @@ def _kernels(call: AttentionCall) -> dict[int, Kernel]:
 
 def _takes_bands(call: AttentionCall) -> bool:
     """Return True if flash attention takes a causal call with a window or unequal lengths."""
-    # torch's choice knows neither limit. It is asked about the shapes, dtype and device alone.
+    # torch's choice supports neither limit: ask it without.
     return _BANDED in _kernels(call) and _choice(replace(call, causal=False, window=0)) == _FLASH
 
 
@@ -321,7 +321,7 @@ CPU_FLASH = Kernel(_cpu_forward, _cpu_backward)
 
 
 def _with_wide_heads(call: AttentionCall) -> AttentionCall:
-    # Zeros add nothing to scores, and columns of zeros to no result. The call's own scale stays.
+    # Zeros add nothing to scores, nor columns of zeros to results. The scale is that of the call.
     missing = -call.query.shape[-1] % 8
     query, key, value = (pad(each, (0, missing)) if missing else each for each in call.operands)
     return replace(call, query=query, key=key, value=value)
@@ -335,7 +335,7 @@ def _wide_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> tu
 
 
 def _narrow_gradients(call: AttentionCall, gradients: tuple[Tensor, Tensor, Tensor]) -> Gradients:
-    """Return gradients of heads as wide as those of the call."""
+    """Return gradients of the width of the call's heads."""
     width = call.query.shape[-1]
     query, key, value = (each[..., :width] for each in gradients)
     return query, key, value, no_gradient(call)
@@ -374,12 +374,12 @@ def _flash_backward(call: AttentionCall, attended: AttentionBackwardInputs) -> G
 FLASH = Kernel(_flash_forward, _flash_backward)
 
 
-# Flash attention of GPUs by its own operator: it aligns the last query with the last key, and knows windows
+# Flash attention of GPUs by its own operator: it aligns the last query with the last key, and supports windows
 
 
 def _limits(call: AttentionCall) -> dict[str, int | float]:
     limits: dict[str, int | float] = {"scale": call.scale}
-    # torch counts the keys before a query's own, `window` counts that one, too.
+    # torch counts the keys before a query's own; `window` includes its own.
     return limits | {"window_size_left": call.window - 1, "window_size_right": 0} if call.window else limits
 
 
@@ -410,7 +410,7 @@ BANDED_FLASH = Kernel(_banded_forward, _banded_backward)
 
 
 def _aligned_mask(call: AttentionCall) -> Tensor | None:
-    """Return the mask for all samples, heads and queries, in rows whose starts in memory the kernel takes."""
+    """Return the mask for all samples, heads and queries, with rows aligned in memory for the kernel."""
     bias = call.bias()
     if bias is None:
         return None

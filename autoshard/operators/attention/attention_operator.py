@@ -1,8 +1,8 @@
 """Scaled dot-product attention as an operator of the `autoshard` namespace, the same in every captured graph.
 
 The kernel is chosen where the operator runs (`attention_kernels`), by the device, the dtype, the width of heads and the
-mask of the rank's shards. A graph that was captured on one machine is therefore valid on all others. Causal calls may
-be of a range of the queries, the first of which stands at position `start` (a 0-d tensor on the host).
+mask of the rank's shards. A graph captured on one machine is therefore valid on all others. Causal calls may be of a
+range of the queries that starts at position `start` (a 0-d tensor on the host).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ operators = torch.ops.autoshard
 """`attention(query, key, value, attn_mask, start, is_causal, window, scale, dropout_p, seed)`: output and logsumexp.
 
 `query` is `[b, h, s, d]`, `key` `[b, g, t, d]`, `value` `[b, g, t, e]`, and `g` divides `h`. `attn_mask` is broadcast
-to `[b, h, s, t]`: numbers to add to the scores, or truth values that keep a score. A causal call has no mask; its query
-`i` attends to the keys up to `i + start`, at most the last `window` of them unless that is 0. The output is
+to `[b, h, s, t]`: numbers to add to the scores, or booleans that are True for kept scores. A causal call has no mask;
+its query `i` attends to the keys up to `i + start`, at most the last `window` of them unless that is 0. The output is
 `[b, h, s, e]`; logsumexp, the natural logarithms of the sums of exponentials, is `[b, h, s]`, in the dtype in which
-kernels add up. Dropout draws by `seed`, a 0-d tensor on the host; the third result, also on the host, is the number of
-the kernel that drew.
+kernels accumulate. Dropout draws by `seed`, a 0-d tensor on the host; the third result, also on the host, is the number
+of the kernel that drew.
 
 `attention_backward` returns the gradients of query, key, value and, if `mask_gradient`, of the mask.
 
@@ -71,7 +71,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *options: Any
 ) -> Gradients:
-    # The dispatcher leaves out the last arguments where they have their defaults: a call without dropout has no more.
+    # The dispatcher omits trailing default arguments, such as those of dropout.
     *limits, mask_gradient = options[:6]
     dropout, drawn_by = options[6:8], options[8:]
     call, first = _call(query, key, value, *limits, *dropout)
@@ -79,10 +79,10 @@ def _backward(
     if call.dropout:
         kernel, call = dropout_kernel(call, _number(*drawn_by))
     else:
-        # Not every kernel gives a gradient of the mask; the reference does.
+        # Not every kernel has a gradient of the mask; the reference does.
         kernel, call = (MATH, call.with_repeated_keys()) if mask_gradient else choose_kernel(call)
     gradients = kernel.backward(call, AttentionBackwardInputs(out, logsumexp, grad_out, mask_gradient))
-    # Gradients of repeated key heads are added up, and keys that no query reaches have gradients of zero.
+    # Sum the gradients of repeated key heads; keys that no query reaches have zero gradients.
     copies = call.key.shape[1] // key.shape[1]
     of_keys = (each.unflatten(1, (-1, copies)).sum(2) if copies > 1 else each for each in gradients[1:3])
     grad_key, grad_value = (pad(each, (0, 0, first, behind)) if first or behind else each for each in of_keys)
@@ -104,8 +104,8 @@ def _fake_seed() -> Tensor:
 
 def _heads_last(value: Tensor) -> Tensor:
     """Return `value` `[b, h, s, d]` in memory of the layout `[b, s, h, d]`."""
-    # One layout for all kernels, so that the traced graph is right whichever runs. This one needs no copy where
-    # a model merges the heads behind attention.
+    # One layout for all kernels, so that the traced graph is right whichever runs. This one needs no copy where a model
+    # merges the heads after attention.
     return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -159,7 +159,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...
     if grad_out is None:
         return (None,) * 10
     mask_gradient = ctx.needs_input_grad[3]
-    # Query, key, value, output, logsumexp, mask, start; behind them, what backward needs to draw dropout again.
+    # Query, key, value, output, logsumexp, mask, start; then what backward needs to redraw dropout.
     saved = ctx.saved_tensors
     dropout = (ctx.dropout, *saved[7:]) if ctx.dropout else ()
     gradients = operators.attention_backward(grad_out, *saved[:7], *ctx.options, mask_gradient, *dropout)
@@ -187,10 +187,10 @@ def attention(
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as of the ATen operator.
-        window: number of keys that a query of a causal call attends to at most; 0 for all.
-        dtype: of the result, as `torch.export` noted it: under autocast, the dtype that attention is computed in.
-        order: the dims of the result that have more than one element, from the outermost in memory to the innermost;
-            empty for the order of the operator.
+        window: most keys that a query of a causal call attends to; 0 for all.
+        dtype: of the result, as recorded by `torch.export`: under autocast, the dtype in which attention is computed.
+        order: the dims of the result larger than 1, in memory order, outermost first; empty for the order of the
+            operator.
     """
     query, key, value = (each.to(dtype) for each in (query, key, value))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -204,7 +204,7 @@ def attention(
 
 
 def _in_memory_order(out: Tensor, order: Sequence[int]) -> Tensor:
-    """Return the result of `attention`, or a copy of it where it does not lie in this order; see there."""
+    """Return the result of `attention`, or a copy if it is not in this memory order; see there."""
     dims = list(range(out.dim()))
     present = [*dims[:-3], dims[-2], dims[-3], dims[-1]] if len(dims) > 3 else dims  # see `_heads_last`
     if list(order) == [dim for dim in present if dim in order]:
@@ -215,7 +215,7 @@ def _in_memory_order(out: Tensor, order: Sequence[int]) -> Tensor:
 
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Tensor:
     """Return `attention` with random dropout."""
-    # A target of its own: passes over an exported graph see by it that the call draws random numbers.
+    # A separate target, by which passes over an exported graph recognise that the call draws random numbers.
     return attention(*args, **kwargs)
 
 
@@ -223,7 +223,7 @@ def _with_four_dims(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the operands as `[b, h, s, d]`: dims before the heads are samples, and broadcast dims are expanded."""
-    # Of three dims, the first is that of samples; a dim of one head follows it.
+    # The first of three dims is that of samples: insert a dim of one head after it.
     if max(each.dim() for each in (query, key, value)) < 4:
         query, key, value = (each.unsqueeze(-3) for each in (query, key, value))
         mask = mask.unsqueeze(-3) if mask is not None and mask.dim() > 2 else mask

@@ -1,9 +1,9 @@
 """Scaled dot-product attention, forward and backward: the operator of captured graphs, and the kernels of ATen by name.
 
-Batch and heads are independent. Fewer heads of keys than of queries (grouped-query attention) make a query head the
-product of the key head `h` and its share `r`, which keys lack. The queries' sequence may be sharded too, keys and
-values being whole: their gradients are then partial, as autograd of a contracted dim. Two variants of the rule shard
-the sequence of queries and keys alike, with keys that go round a ring, and query heads as one factor.
+Batch and heads are independent. With fewer key heads than query heads (grouped-query attention), a query head is the
+product of the key head `h` and `r`, which keys lack. The queries' sequence may be sharded with whole keys and values,
+whose gradients are then partial. Two variants of the rule shard the sequence of queries and keys, with keys passed in a
+ring, and query heads as one factor.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from autoshard.patterns.ops.random import draw_arguments, draws, shard_index
 from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import Exchange, LocalProgram, OpCall, Rule
 
-# Context parallelism: queries, keys and values lie along the sequence, one factor `n`, and keys go round a ring.
+# Context parallelism: queries, keys and values are sharded along the sequence, one factor `n`; keys pass in a ring.
 #
-# A rank keeps its stretch of queries; stretches of keys and values are handed on from rank to rank until each has had
-# all of them, each is attended to by itself, and the results are merged by the logarithms of their sums of
-# exponentials. So a rank holds the keys of two stretches at a time, where the rule itself (queries sharded, keys
-# gathered before the operator, their gradients scattered behind it) holds all of them. The bytes sent forward are the
-# same; backward, keys go round once more and their gradients with them, to the rank that they belong to. The next
-# stretch is under way while a rank attends to the one that it has.
+# A rank keeps its stretch of queries. Stretches of keys and values are passed from rank to rank until each rank has had
+# all of them; each stretch is attended to separately, and results are merged by their logsumexp. So a rank holds the
+# keys of two stretches at a time; the rule itself (queries sharded, keys gathered before the operator, their gradients
+# scattered after it) holds all of them. The bytes sent forward are the same; backward, keys pass once more together
+# with their gradients, to the rank that they belong to. The next stretch is sent while a rank attends to the current.
 #
-# With a causal mask a rank attends to its own stretch causally and to earlier ones in full; what it computes for later
-# ones is thrown away, since all ranks run one program.
+# With a causal mask a rank attends to its own stretch causally and to earlier ones in full; results for later ones are
+# discarded, since all ranks run one program.
 #
-# Several axes of one sequence are rings within rings: a stretch goes round the innermost axis, takes a step along the
-# next one, and goes round again.
+# Several axes of one sequence are nested rings: a stretch passes around the innermost axis, takes a step along the next
+# one, and passes around again.
 #
 # Source: Ring Attention with Blockwise Transformers (Liu, Zaharia, Abbeel 2023), section 3.
 
-_SEQUENCE = {"s": "n", "t!": "n"}  # how the rules of attention write the dims of queries and keys
+_SEQUENCE = {"s": "n", "t!": "n"}  # sequence dims of queries and keys in the rules of attention
 
 
 def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequence[str], **options: Any) -> Rule | None:
@@ -55,17 +54,17 @@ def sequence_parallel(call: OpCall, operands: Mapping[str, str], results: Sequen
 
     Args:
         call: the attention on whole tensors.
-        operands: dims of the operands by argument name, queries' sequence written `s`, keys' `t!`.
+        operands: dims of the operands by argument name, with the sequence of queries as `s` and of keys as `t!`.
         results: dims of the results, likewise.
-        options: those of the rule, as `bind_named` takes them, with the `sizes` of its names.
+        options: those of the rule, as for `bind_named`, with the `sizes` of its names.
 
     Returns:
-        None where queries and keys are not of one length, where there is a mask, a window or dropout, and for kernels
-        that are not known to hand out one natural logarithm per query (the operator of captured graphs, those of flash
-        attention and of cuDNN are).
+        The variant; None if queries and keys differ in length, with a mask, a window or dropout, and for kernels that
+        are not known to return one natural logarithm per query (the operator of captured graphs, flash attention and
+        cuDNN do).
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
-    # A mask would have to go round in stretches of both of its dims.
+    # A mask would have to pass in stretches of both of its dims.
     plain = all(name not in operands or call.arg(name) is None for name in ("attn_mask", "attn_bias"))
     captured = _is_captured_operator(call)
     known = captured or any(kernel in call.name for kernel in ("flash", "cudnn"))
@@ -95,7 +94,7 @@ def _rename_dims(text: str) -> str:
 
 
 def _exchanges(call: OpCall) -> list[Exchange]:
-    """Keys and values as one tensor; in the backward half, also their gradients, as precise as they are added up."""
+    """Keys and values as one tensor; in backward, also their gradients, in the accumulation dtype."""
     names = operand_names(call)
     passed = [meta for name, meta in zip(names, call.operands, strict=True) if name in _RING_OPERANDS]
     exchanges: list[Exchange] = [("ring", sum(meta.bytes for meta in passed))]
@@ -111,8 +110,8 @@ class _RingStep:
 
     Attributes:
         operands: the local operands, with the keys and values that this rank holds at this step.
-        axis: the mesh axis along which they came last; None for a rank's own.
-        moved: for every axis of the sequence, by how many steps they are away from the rank that they belong to.
+        axis: the mesh axis of their last move; None for a rank's own.
+        moved: for every axis of the sequence, their distance in steps from the rank that they belong to.
     """
 
     operands: Sequence[Any]
@@ -121,14 +120,14 @@ class _RingStep:
 
 
 def _ring_steps(call: LocalCall) -> Iterator[_RingStep]:
-    """All steps of the ring. What is held at the next step is handed on before this one is worked on."""
+    """All steps of the ring; the tensors of the next step are sent before this step is processed."""
     names, axes = operand_names(call.call), call.axes("n")
     places = [names.index(name) for name in _RING_OPERANDS]
     stretches = [call.operands[place] for place in places]
     widths = [call.operand_shape(place)[-1] for place in places]
     moved = dict.fromkeys(axes, 0)
     turn = _RingStep(call.operands, None, dict(moved))
-    # Keys and values as one tensor, sent by one message.
+    # Keys and values as one tensor, sent in one message.
     packed = call.emit.cat(stretches, -1)
     for place in shift_axes([call.mesh.sizes[axis] for axis in axes]):
         axis = axes[place]
@@ -147,12 +146,12 @@ def _ring_forward(call: LocalCall) -> Any:
     rest: Sequence[Any] = ()
     for turn in _ring_steps(call):
         result, logarithm, *others = _attend(call, turn.operands, causal=causal and turn.axis is None)
-        result = result.to(logarithm.dtype)  # the precision in which kernels keep their logarithms
+        result = result.to(logarithm.dtype)  # the dtype of the kernel's logarithms
         if merged is None:
             merged, rest = (result, logarithm), others
             continue
         if causal:
-            # A logarithm of minus infinity: what was computed for later keys has no weight.
+            # A logarithm of -inf: results for later keys have no weight.
             logarithm = emit.where(_queries_after_keys(call, turn), logarithm, -math.inf)
         merged = _merge_attention(call, *merged, result, logarithm)
     assert merged is not None
@@ -160,12 +159,12 @@ def _ring_forward(call: LocalCall) -> Any:
 
 
 def _ring_backward(call: LocalCall) -> Any:
-    """Every stretch of keys by itself, with the logarithms and results of the whole sequence."""
+    """Backward of each stretch of keys separately, with the logarithms and results of the whole sequence."""
     emit, causal = call.emit, bool(call.arg("is_causal"))
     statistics = call.operands[operand_names(call.call).index("logsumexp")]
     query: Any = None
-    passed: Any = None  # gradients of keys and values, which follow them
-    rest: Sequence[Any] = ()  # what stands for the gradient of a mask
+    passed: Any = None  # gradients of keys and values, passed with them
+    rest: Sequence[Any] = ()  # the placeholder for the gradient of a mask
     moved: Mapping[int, int] = {}
     for turn in _ring_steps(call):
         moved = turn.moved
@@ -173,7 +172,7 @@ def _ring_backward(call: LocalCall) -> Any:
             passed = emit.collective(shift, passed, 1, axis=turn.axis)
         results = _attend(call, turn.operands, causal=causal and turn.axis is None)
         terms, rest = results[:3], results[3:]
-        # In the precision in which kernels keep their logarithms.
+        # In the dtype of the kernel's logarithms.
         own, *others = (each.to(statistics.dtype) for each in terms)
         packed = emit.cat(others, -1)
         if turn.axis is None:
@@ -183,7 +182,7 @@ def _ring_backward(call: LocalCall) -> Any:
             behind = _queries_after_keys(call, turn)
             own, packed = (emit.where(behind, each, 0) for each in (own, packed))
         query, passed = query + own, passed + packed
-    # The gradients are where their keys stopped, all but one step of each ring from home.
+    # The gradients are where their keys stopped: pass them on to the ranks that they belong to.
     for axis, steps in moved.items():
         home = -steps % call.mesh.sizes[axis]
         passed = emit.collective(shift, passed, home, axis=axis) if home else passed
@@ -201,7 +200,7 @@ def _attend(call: LocalCall, operands: Sequence[Any], causal: bool) -> Any:
 
 
 def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
-    """Truth, a 0-d value, of this rank's queries coming after the keys that it holds."""
+    """A 0-d boolean: True if this rank's queries are after the keys that it holds."""
     stretch = None
     for axis, steps in turn.moved.items():
         size = call.mesh.sizes[axis]
@@ -211,24 +210,24 @@ def _queries_after_keys(call: LocalCall, turn: _RingStep) -> Any:
 
 
 def _merge_attention(call: LocalCall, first: Any, first_log: Any, second: Any, second_log: Any) -> tuple[Any, Any]:
-    """Attention to two sets of keys, from attention to each: weighted by their sums of exponentials."""
+    """Merge attention to two sets of keys, weighted by their sums of exponentials."""
     log = first_log.logaddexp(second_log)
 
     def weigh(value: Any, logarithm: Any) -> Any:
         weight = (logarithm - log).exp()
-        # Some kernels keep the dim of size one.
+        # Some kernels keep a dim of size 1.
         return value * (weight if len(weight.shape) == len(value.shape) else weight.unsqueeze(-1))
 
     return weigh(first, first_log) + weigh(second, second_log), log
 
 
-# Grouped-query attention over more devices than there are key heads: every rank takes the key heads that it needs.
+# Grouped-query attention over more devices than key heads: every rank selects the key heads that it needs.
 #
-# The query heads are one factor `g`; keys and values are whole on its axes, and the local program picks from them the
-# heads of its own queries. The gradients of keys and values are then partial sums, nearly all of whose terms are zero.
+# The query heads are one factor `g`; keys and values are whole on its axes, and the local program selects the heads of
+# its own queries. The gradients of keys and values are then partial sums whose terms are nearly all zero.
 
 
-_GROUPED = "(h r)"  # how the rules of attention write the dim of query heads
+_GROUPED = "(h r)"  # the dim of query heads in the rules of attention
 
 
 def grouped_heads(
@@ -238,10 +237,10 @@ def grouped_heads(
 
     Args:
         call: the attention on whole tensors, with fewer key heads than query heads.
-        operands: dims of the operands by argument name, query heads written `(h r)`, key heads `h`.
+        operands: dims of the operands by argument name, with query heads as `(h r)` and key heads as `h`.
         results: dims of the results, likewise.
-        inner: the local program of the rule, for operands of which keys and values have been picked.
-        options: those of the rule, as `bind_named` takes them.
+        inner: the local program of the rule, run with the selected keys and values.
+        options: those of the rule, as for `bind_named`.
     """
     merged = {name: text.replace(_GROUPED, "g") for name, text in operands.items()}
     reduce = options.pop("reduce")
@@ -280,9 +279,9 @@ def _pick_key_heads(call: LocalCall, inner: LocalProgram) -> Any:
 
 
 def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
-    """The key heads of this rank's query heads, `ratio` of which share one: one if all do, else one for each.
+    """The key heads of this rank's query heads: one if all of them share it, else one per query head.
 
-    Query heads that are padding, behind the last one, get some key head that there is.
+    Each key head has `ratio` query heads. Padding query heads get any existing key head.
     """
     if ratio % heads == 0:
         held = stretch_start(call, "g", heads).reshape([1])
@@ -293,10 +292,9 @@ def _needed_heads(call: LocalCall, heads: int, ratio: int, groups: int) -> Any:
 
 # The operator of captured graphs, and kernels that `torch.nn.functional.scaled_dot_product_attention` calls.
 #
-# A causal kernel counts queries from the start of the sequence; the operator of captured graphs is told where a rank's
-# queries begin. ATen's kernels are not, so that their causal queries stay whole. The memory-efficient kernel pads what
-# it keeps of each query, so that its queries are not sharded at all, and what a mask must look like for overridden
-# kernels is theirs to say.
+# A causal kernel counts queries from the start of the sequence. The operator of captured graphs takes the position of a
+# rank's first query; ATen's kernels do not, so their causal queries are whole. The memory-efficient kernel pads its
+# statistics per query, so its queries are whole. Overridden kernels define what a mask looks like.
 
 _QUERY, _KEY, _VALUE, _RESULT = "b (h r) s d!", "b h t! d!", "b h t! e!", "b (h r) s e!"
 _MASK = ("b", "(h r)", "s", "t!")
@@ -314,7 +312,7 @@ _KERNELS = [
 
 @rule_maker(*_KERNELS, "aten._scaled_dot_product_flash_attention.default")
 def attention(call: OpCall) -> Rule | None:
-    """Forward: result, logarithm of the sum of exponentials, and what a kernel keeps for its backward."""
+    """Forward: result, logsumexp, and what a kernel saves for its backward."""
     if not _is_supported(call):
         return None
     results = [_RESULT, _statistics_dims(call, call.results[1].shape if call.results[1] else ())]
@@ -323,7 +321,7 @@ def attention(call: OpCall) -> Rule | None:
 
 @rule_maker(*(f"{name}_backward" for name in _KERNELS), "aten._scaled_dot_product_flash_attention_backward")
 def attention_backward(call: OpCall) -> Rule | None:
-    """Gradients of queries, keys, values and, where asked for, the mask; linear in the incoming gradient."""
+    """Gradients of queries, keys, values and, if wanted, the mask; linear in the incoming gradient."""
     if not _is_supported(call):
         return None
     items = _operand_dims(call)
@@ -331,7 +329,7 @@ def attention_backward(call: OpCall) -> Rule | None:
     if len(call.results) == 4 and not _is_captured_operator(call):
         results.append(items.get("attn_bias", ""))
     elif len(call.results) == 4:
-        # The operator of captured graphs gives no elements where no gradient of the mask is asked for.
+        # The operator of captured graphs returns an empty tensor for an unwanted gradient of the mask.
         results.append(items["attn_mask"] if call.arg("mask_gradient") else "none!")
     return _attention_rule(call, items, results, linear=[{"grad_out", "grad_out_"}])
 
@@ -342,9 +340,8 @@ def _is_captured_operator(call: OpCall) -> bool:
 
 
 def _is_supported(call: OpCall) -> bool:
-    """Return True for the operator of captured graphs, and kernels without dropout whose heads are shared evenly."""
-    # It is given a seed. What a kernel drew is kept as one state for all samples and heads, which no shard can tell its
-    # part of.
+    """Return True for the operator of captured graphs, and kernels without dropout and with heads in equal groups."""
+    # The operator takes a seed. Kernels keep one random state for all samples and heads, so no shard knows its part.
     if _is_captured_operator(call):
         return True
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
@@ -367,17 +364,17 @@ def _operand_dims(call: OpCall) -> dict[str, str]:
 
 
 def _opaque_dims(prefix: str, shape: Sequence[int]) -> str:
-    """Dims that mean nothing here: random state, lengths of packed sequences."""
+    """Dims that rules ignore: random state, lengths of packed sequences."""
     return " ".join(f"{prefix}_{dim}!" for dim in range(len(shape)))
 
 
 def _opaque_results(call: OpCall, first: int) -> list[str]:
-    """Dims of the results from `first` on, which mean nothing here."""
+    """Dims of the results from `first` on, which rules ignore."""
     return [_opaque_dims(f"x{index}", meta.shape if meta else ()) for index, meta in enumerate(call.results[first:])]
 
 
 def _mask_dims(shape: Sequence[int], names: Sequence[str]) -> str:
-    """Dims of a mask or of what is added to the scores, which is broadcast to batch, heads, queries and keys."""
+    """Dims of a mask or bias, broadcast to batch, heads, queries and keys."""
     names = names[len(names) - len(shape) :]
     return " ".join("1" if size == 1 else name for name, size in zip(names, shape, strict=True))
 
@@ -391,7 +388,7 @@ def _statistics_dims(call: OpCall, shape: Sequence[int]) -> str:
 
 def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **options: Any) -> Rule:
     kept = [None if index >= 4 or not call.is_backward else "sum" for index in range(len(results))]
-    # Nothing is no partial sum.
+    # An empty tensor is not a partial sum.
     if results[-1] == "none!":
         kept[-1] = None
     heads, groups = shape_of(call, "query")[1], shape_of(call, "key")[1]
@@ -411,19 +408,19 @@ def _attention_rule(call: OpCall, items: dict[str, str], results: list[str], **o
 
 @rule_maker("autoshard.attention_seed")
 def attention_seed(call: OpCall) -> Rule:
-    """A number, the same on every rank."""
+    """A random number, equal on all ranks."""
     return bind("->", call, local=lambda local: local.emit.call(draws.key.default, *draw_arguments(local)))
 
 
 def _attention(call: LocalCall) -> Any:
-    """The operator itself on this rank's queries, with its first query's position and its shard's seed of dropout."""
+    """Run the operator on this rank's queries, with the position of its first query and its shard's dropout seed."""
     schema = call.call.argument_names
     changed: dict[str, Any] = {}
     if "max_q" in schema:
         changed["max_q"] = call.size("s")
     if call.arg("is_causal") and call.axes("s"):
         part = call.linear_index(call.axes("s"), host=True)
-        # By name, as in `stretch_start`: an emitter of unequal shares reads starts off mul.Tensor.
+        # An explicit overload, as in `stretch_start`: unequal shares are found by mul.Tensor.
         changed["start"] = call.emit.call(aten.mul.Tensor, part, call.size("s"))
     if _is_captured_operator(call.call) and call.arg("dropout_p"):
         seed = call.operands[operand_names(call.call).index("seed")]
@@ -431,11 +428,11 @@ def _attention(call: LocalCall) -> Any:
     return call.run(**changed)
 
 
-# Flash and memory-efficient attention called by name, on samples of one length or packed behind each other.
+# Flash and memory-efficient attention called by name, on samples of one length or packed ones.
 #
-# Heads are independent, and so are samples of one length. Fewer heads of keys than of queries make a query head the
-# product of the key head `h` and its share `r`, which keys lack. Positions stay together: the kernels count them from
-# the start, packed samples by their bounds, and the memory-efficient one pads what it keeps of each query.
+# Heads are independent, and so are samples of one length. With fewer key heads, a query head is the product of the key
+# head `h` and `r`, which keys lack. Positions are whole: the kernels count them from the start, packed samples by their
+# bounds, and the memory-efficient kernel pads its statistics per query.
 
 _ONE_LENGTH = {"query": "b s! (h r) d!", "key": "b t! h d!", "value": "b t! h e!", "out": "b s! (h r) e!"}
 _PACKED = {"query": "s! (h r) d!", "key": "t! h d!", "value": "t! h e!", "out": "s! (h r) e!"}
@@ -448,14 +445,14 @@ _UNSUPPORTED_ARGUMENTS = ("seqused_k", "alibi_slopes", "block_table", "seqlen_k"
 
 @rule_maker("aten._flash_attention_forward.default", "aten._flash_attention_backward")
 def flash_attention(call: OpCall) -> Rule | None:
-    """Result, logarithms of the sums of exponentials, and states of a generator that draws nothing; or gradients."""
+    """Result, logsumexp, and states of an unused generator; or gradients."""
     packed = len(shape_of(call, "query")) == 3
     return _named_kernel_rule(call, _PACKED if packed else _ONE_LENGTH, "(h r) s!" if packed else "b (h r) s!")
 
 
 @rule_maker("aten._efficient_attention_forward", "aten._efficient_attention_backward")
 def efficient_attention(call: OpCall) -> Rule | None:
-    """Forward and backward; every query head has a key head of its own."""
+    """Forward and backward, with a key head per query head."""
     if shape_of(call, "query")[2] != shape_of(call, "key")[2]:
         return None
     packed = call.arg("cu_seqlens_q") is not None
@@ -464,7 +461,7 @@ def efficient_attention(call: OpCall) -> Rule | None:
 
 
 def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> Rule | None:
-    """The rule, if nothing is drawn and heads are shared evenly; None otherwise."""
+    """The rule, if nothing is drawn and heads are in equal groups; else None."""
     schema = call.argument_names
     heads, groups = shape_of(call, "query")[-2], shape_of(call, "key")[-2]
     unknown = any(call.arg(name) is not None for name in _UNSUPPORTED_ARGUMENTS if name in schema)
@@ -500,8 +497,8 @@ def _named_kernel_rule(call: OpCall, dims: dict[str, str], statistics: str) -> R
 
 
 def _causal_scores(rows: int, columns: int, further: Sequence[object]) -> int:
-    """Return the scores of a causal call, whose first argument behind the flag is a window."""
-    # Fewer queries than keys may be the last ones, as with a cache of keys: they see all keys.
+    """Return the scores of a causal call, whose first argument after the flag is a window."""
+    # Fewer queries than keys may be the last ones, as with a key cache: they see all keys.
     if rows != columns:
         return rows * columns
     width = min(further[0] or columns, columns) if isinstance(further[0], int) else columns

@@ -1,8 +1,8 @@
 """FlexAttention as attention that can be captured on the CPU, where torch refuses its backward.
 
 Masks and biases depend on positions, and are computed for all of them. A call becomes `scaled_dot_product_attention`
-with a mask, which `masks` may replace by a flag, and keeps its fused kernels. A call that changes scores in another way
-(a soft cap), or returns logarithms or maxima of the scores, is computed by matrix products.
+with a mask, which `masks` may replace by a flag, and uses fused kernels. A call that changes scores in another way (a
+soft cap), or returns logsumexp or maximal scores, is computed by matrix products.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ aten = torch.ops.aten
 
 _Modification = Callable[..., Tensor]
 
-# Taken before the code of torch's function is replaced.
+# Read before the code of torch's function is replaced.
 _BLOCK_MASK = inspect.signature(torchs.create_block_mask)
 
 
 @contextlib.contextmanager
 def capturable_flex_attention() -> Iterator[None]:
-    """Context in which `flex_attention` and `create_block_mask` are those of this file, whoever imported torch's."""
-    # The code of the function objects is replaced: models have imported them by name, or wrapped them in
-    # `torch.compile`, whose function `torch.export` runs as it is.
+    """Context in which torch's `flex_attention` and `create_block_mask` run the code of this file."""
+    # Replace the code of the function objects: models have imported them by name, or wrapped them in `torch.compile`,
+    # whose function `torch.export` runs unchanged.
     replacements: dict[Any, Any] = {torchs.flex_attention: _to_flex_attention, torchs.create_block_mask: _to_block_mask}
     codes = {function: function.__code__ for function in replacements}
     for function, replacement in replacements.items():
@@ -48,7 +48,7 @@ def capturable_flex_attention() -> Iterator[None]:
             function.__code__ = code
 
 
-# The code of these two runs with the global names of torch's file: it has to import what it calls.
+# The code of these two runs with the globals of torch's module, so it has to import what it calls.
 
 
 def _to_flex_attention(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def create_block_mask(*args: Any, **kwargs: Any) -> Any:
         torch.full(indices.shape[:3], keys, dtype=torch.int32),
         indices,
         BLOCK_SIZE=sizes,
-        # With torch's own `noop_mask`, `_check_blocks` would count the blocks, whose numbers are not known here.
+        # With torch's `noop_mask`, `_check_blocks` would count the blocks, which are fake tensors here.
         mask_mod=_keep_all if mask_mod is torchs.noop_mask else mask_mod,
         seq_lengths=tuple(lengths),
         compute_q_blocks=False,
@@ -100,7 +100,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Return `torch.nn.attention.flex_attention.flex_attention`; `kernel_options` do not change its numbers.
+    """Return `torch.nn.attention.flex_attention.flex_attention`, ignoring `kernel_options`.
 
     Raises:
         CaptureError: the call is not valid in torch, or cannot be captured.
@@ -154,7 +154,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
         _check_blocks(block_mask, query.shape[2], key.shape[2])
 
 
-# The lengths of the mask that torch makes where there is none.
+# The lengths of torch's default mask.
 _ANY_LENGTHS = (1, 1)
 
 
@@ -175,7 +175,7 @@ def _keeps_all_blocks(block_mask: Any) -> bool:
     """Return True if a mask hides no block."""
     counts = [each for each in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks) if each is not None]
     if any(isinstance(each, FakeTensor) for each in counts):
-        return False  # numbers that are not known may hide some
+        return False  # unknown counts may hide some
     blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     with outside_modes():
         return bool((sum(counts) == blocks).all())
@@ -206,18 +206,17 @@ def _with_dims(value: Tensor) -> Tensor:
 
 
 class _PerPositionMode(TorchFunctionMode):
-    """Mode in which a function called once on tensors `[b, h, s, t]` acts as one called for each position.
+    """Mode in which a function called once on tensors `[b, h, s, t]` acts as if called for each position.
 
-    As FlexAttention's kernels, it knows element-wise functions of numbers, and numbers read from tensors.
+    As FlexAttention's kernels, it supports element-wise functions of numbers, and numbers read from tensors.
     """
 
-    # `torch.vmap` knows more, but leaves nodes in an exported graph that no pass can read.
+    # `torch.vmap` supports more, but adds nodes to an exported graph that no pass can read.
 
     def __init__(self, *values: Tensor) -> None:
         super().__init__()
         self._values = list(values)
-        # A change in place may broadcast a tensor to more positions, which memory of its shape cannot hold: the new
-        # value stands in a tensor of its own.
+        # An in-place change may broadcast a tensor to more positions than it has: the new value is a separate tensor.
         self._changed: dict[int, Tensor] = {}
 
     def current(self, tensor: Tensor) -> Tensor:
@@ -242,7 +241,7 @@ class _PerPositionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor) or _name(func) in _FACTORIES:
                 return result
-            # Values have four dims of positions, and tensors that are the same at all positions have none.
+            # Values have four dims of positions; tensors that are equal at all positions are 0-d.
             if not _is_elementwise(func) or any(each.dim() > (4 if self._is_value(each) else 0) for each in tensors):
                 raise _flex_attention_error(
                     f"with a score_mod or mask_mod that calls {_name(func)}: only element-wise functions of numbers "
@@ -261,7 +260,7 @@ class _PerPositionMode(TorchFunctionMode):
         if any(not isinstance(each, (Tensor, int)) for each in indices):
             raise _flex_attention_error("with a score_mod or mask_mod that reads a tensor by other than numbers")
         places = [torch.full([1] * 4, each) if isinstance(each, int) else _with_dims(each) for each in indices]
-        # The element of a value at a position is indexed behind that position.
+        # Dims of an element of a value come after those of the position.
         if self._is_value(tensor):
             places = [*_grid(tensor.shape[:4]), *places]
         result: Tensor = aten.index.Tensor(tensor, places)
@@ -290,17 +289,17 @@ def _out_of_place(func: Callable[..., Any]) -> Callable[..., Any] | None:
 def _is_elementwise(func: Callable[..., Any]) -> bool:
     name = _name(func)
     packet = getattr(aten, name, None)
-    # Operators of Python are element-wise but for `@`.
+    # Python's operators are element-wise, except `@`.
     if name in _CASTS or name.startswith("__"):
         return name not in ("__matmul__", "__rmatmul__")
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, each).tags for each in packet.overloads())
 
 
 def _score_bias(score_mod: _Modification | None, shape: Sequence[int], query: Tensor) -> tuple[Tensor | None, bool]:
-    """Return the bias that a modification adds to the scores, None for no bias, and False if it does anything else."""
+    """Return the bias that a modification adds to the scores, None for no bias, and False if it is anything else."""
     if score_mod is None:
         return None, True
-    # The modification of a score of zero is the bias, if all it does is to add one.
+    # If the modification only adds a bias, its value at score 0 is the bias.
     score = torch.zeros([1] * 4, dtype=_wide(query))
     tracker = _ScoreTracker(score)
 
@@ -324,10 +323,10 @@ _FILLS = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 class _ScoreTracker(TorchFunctionMode):
-    """Mode that follows scores through functions that add to them or hide them.
+    """Mode that tracks scores through functions that add to them or mask them.
 
     Attributes:
-        is_sum: True if the result of a modification is the scores with a bias, or unchanged.
+        is_sum: True if the result of a modification is the scores plus a bias, or unchanged.
         is_changed: True if there is a bias.
     """
 
@@ -337,7 +336,7 @@ class _ScoreTracker(TorchFunctionMode):
         self._scores = [score]
 
     def finish(self, result: Tensor) -> None:
-        """Note the result of a modification."""
+        """Record the result of a modification."""
         self.is_sum &= self._is_score(result)
 
     def _is_score(self, value: Any) -> bool:
@@ -355,7 +354,7 @@ class _ScoreTracker(TorchFunctionMode):
         if keeps:
             self.is_changed = True
             self._scores.append(result)
-        # Any other tensor of a score may end up in the result, unseen: a product, a comparison.
+        # Any other function of a score, such as a product or comparison, may affect the result untracked.
         elif isinstance(result, Tensor):
             self.is_sum = False
         return result
@@ -377,7 +376,7 @@ def _reference_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: _Modification | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, logsumexp and maximal scores; the output of a query that attends to nothing is zero."""
-    # Autocast would compute the products of scores in 16 bits, too: it only decides the dtype of operands and output.
+    # Autocast would also compute the products of scores in 16 bits: use it only for the dtype of operands and output.
     lowered = torch.is_autocast_enabled("cpu") and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype("cpu") if lowered else query.dtype
     surrounding = torch.autocast("cpu", enabled=False) if lowered else contextlib.nullcontext()
@@ -392,7 +391,7 @@ def _reference_attention(
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         max_scores = scores.detach().amax(-1)
-        # Softmax of minus infinities alone is nan, and so is its gradient: such rows are zeros on the way.
+        # Softmax of a row of -inf is nan, and so is its gradient: use zeros for such rows.
         hidden = (max_scores == -math.inf).unsqueeze(-1)
         scores = scores.masked_fill(hidden, 0)
         weights = scores.softmax(-1).masked_fill(hidden, 0)

@@ -1,13 +1,13 @@
-"""Attention masks that depend on positions alone: evaluated during capture and replaced by flags of the operator.
+"""Attention masks that depend only on positions: evaluated during capture and replaced by flags of the operator.
 
 Models write a causal mask, or a sliding window, as comparisons of positions. Such a mask takes the memory of all
-scores and keeps attention from its fast kernels. A mask that hides nothing is dropped; a mask that hides later keys,
-or all keys outside of a window as well, becomes `is_causal` and `window`.
+scores and prevents fast attention kernels. A mask that hides nothing is dropped; a mask that hides later keys, or all
+keys outside of a window, too, becomes `is_causal` and `window`.
 
-A mask of fixed sizes is evaluated. One of dynamic sizes is read as linear inequalities of positions, which hold at all
-sizes: a tensor of integers is represented by a linear expression of its own indices, as `arange` is one; a tensor of
-booleans by expressions that all have to be zero or less. The rule of each operator is exact for tensors of every size;
-without a rule, the mask stays as it is.
+A mask of fixed sizes is evaluated. With dynamic sizes, it is interpreted as linear inequalities of positions, which
+hold at all sizes: an integer tensor is represented by a linear expression of its own indices, such as `arange`; a
+boolean tensor by expressions that all have to be at most zero. The rule of each operator is exact for tensors of every
+size; without a rule, the mask is not changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FACTORIES = frozenset(
         aten.new_full.default,
     }
 )
-"""Operators that make a tensor of one number."""
+"""Operators that make a constant tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Meaning:
 
 
 class _NotLinearError(Exception):
-    """A value is not a linear form of positions, or is not known to be one."""
+    """A value is not known to be a linear form of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
-    """Booleans: true where all `forms` are zero or less; nowhere if `never`."""
+    """Booleans: True where all `forms` are at most zero; nowhere if `never`."""
 
     forms: frozenset[sympy.Expr] = frozenset()
     never: bool = False
@@ -62,7 +62,7 @@ _Form: TypeAlias = sympy.Expr | _Truth
 
 
 def _index(place: int) -> sympy.Symbol:
-    """Return the symbol of an index; dims are counted from the end, from 1 on, so that broadcasting keeps places."""
+    """Return the symbol of an index; dims count from the end, from 1 on, so that broadcasting does not change them."""
     return sympy.Symbol(f"index_{place}", integer=True)
 
 
@@ -72,12 +72,12 @@ _KEY, _QUERY = _index(1), _index(2)
 def meaning_at_all_sizes(
     mask: fx.Node, constants: Mapping[fx.Node, Tensor], changed: Collection[fx.Node]
 ) -> Meaning | None:
-    """Return the meaning of a square mask `[..., queries, keys]` at every size; None if it is not known.
+    """Return the meaning of a square mask `[..., queries, keys]` at every size; None if unknown.
 
     Args:
         mask: a node of an exported graph, whose sizes may be symbols.
-        constants: placeholders of tensors with known numbers.
-        changed: nodes that are changed in place, of which nothing is known.
+        constants: placeholders of tensors with known values.
+        changed: nodes that are changed in place, whose values are unknown.
     """
     try:
         truth = _Forms(constants, changed).of(mask)
@@ -85,7 +85,7 @@ def meaning_at_all_sizes(
         return None
     if not isinstance(truth, _Truth) or truth.never:
         return None
-    # Indices are never negative: a form without positive terms holds everywhere.
+    # Indices are non-negative: a form without positive terms holds everywhere.
     restrictions = {form for form in truth.forms if max(form.as_coefficients_dict().values()) > 0}
     if not restrictions:
         return Meaning(False)
@@ -109,7 +109,7 @@ class _Forms:
         """Return the form of a node, or raise `_NotLinearError`."""
         if node not in self._known:
             form, sizes = self._form(node), reversed(node.meta["val"].shape)
-            # The index of a dim of size one is always zero.
+            # The index of a dim of size 1 is always 0.
             zeros = {_index(place): 0 for place, size in enumerate(sizes, 1) if isinstance(size, int) and size == 1}
             self._known[node] = _substitute(form, zeros)
         return self._known[node]
@@ -150,7 +150,7 @@ class _Forms:
 
 
 def _substitute(form: _Form, values: Mapping[sympy.Symbol, Any]) -> _Form:
-    """Return the form with values in place of indices, all at once."""
+    """Substitute values for indices simultaneously."""
     if isinstance(form, _Truth):
         return _Truth(frozenset(sympy.expand(each.xreplace(values)) for each in form.forms), form.never)
     return sympy.expand(form.xreplace(values))
@@ -223,7 +223,7 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
     gone, index = ndim - _number(node.args[1]) % ndim, _number(node.args[2])
     if index < 0:
         raise _NotLinearError
-    # Dims are counted from the end: those before the one that goes move nearer to it.
+    # Dims count from the end: those before the removed one move by one.
     shifted = {_index(place): _index(place - 1) for place in range(gone + 1, ndim + 1)}
     return _substitute(forms.of(node.all_input_nodes[0]), {**shifted, _index(gone): sympy.Integer(index)})
 
@@ -231,7 +231,7 @@ def _select(forms: _Forms, node: fx.Node) -> _Form:
 def _differences(forms: _Forms, node: fx.Node) -> _Form:
     """Return the form of `diff` with one prepended element: a constant if that element continues the sequence.
 
-    Models find the starts of packed samples so: positions of a single sample have differences of 1 everywhere.
+    Models use it to find the starts of packed samples: positions of a single sample have differences of 1 everywhere.
     """
     source, before = forms.linear(node.args[0]), forms.linear(argument_of(node, "prepend"))
     dim, ndim = _number(argument_of(node, "dim", -1)), node.meta["val"].dim()
@@ -258,7 +258,7 @@ def _read_at(forms: _Forms, node: fx.Node) -> _Form:
     source, places = forms.linear(node.args[0]), node.args[1]
     assert isinstance(places, Sequence)
     indices = [forms.linear(place) for place in places]
-    # A negative index would count from the end, at a place that depends on the size.
+    # A negative index would count from the end, at a position that depends on the size.
     terms = [number for index in indices for number in index.as_coefficients_dict().values()]
     if len(indices) != node.args[0].meta["val"].dim() or min(terms) < 0:  # type: ignore[union-attr]
         raise _NotLinearError
@@ -266,11 +266,11 @@ def _read_at(forms: _Forms, node: fx.Node) -> _Form:
 
 
 def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
-    """Return the rule of a comparison that is true where `sign` times the difference plus `margin` is at most 0."""
+    """Return the rule of a comparison that is True where `sign` times the difference plus `margin` is at most 0."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = forms.linear(node.args[0]) - forms.linear(node.args[1])
-        # Of integers, a < b is a - b + 1 <= 0: the margin of strict comparisons.
+        # For integers, a < b is a - b + 1 <= 0: the margin of strict comparisons.
         signed = sympy.expand(margin + sign * difference)
         return _Truth(frozenset([signed])) if signed.free_symbols else _Truth(never=int(signed) > 0)
 
@@ -278,7 +278,7 @@ def _comparison(sign: int, margin: int) -> Callable[[_Forms, fx.Node], _Form]:
 
 
 def _equal(expected: bool) -> Callable[[_Forms, fx.Node], _Form]:
-    """Return the rule of `eq` or `ne` for numbers whose difference is the same everywhere."""
+    """Return the rule of `eq` or `ne` for tensors with a constant difference."""
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         difference = _constant(forms.linear(node.args[0]) - forms.linear(node.args[1]))
@@ -297,14 +297,14 @@ def _triangle(sign: int) -> Callable[[_Forms, fx.Node], _Form]:
 
     def form(forms: _Forms, node: fx.Node) -> _Form:
         truth, diagonal = forms.truth(node.args[0]), _number(argument_of(node, "diagonal", 0))
-        # `tril` keeps key - query <= diagonal, `triu` the places where the negative is; all others become False.
+        # `tril` keeps key - query <= diagonal, `triu` query - key <= -diagonal; all others become False.
         inside = sympy.expand(sign * (_KEY - _QUERY - diagonal))
         return _Truth(truth.forms | {inside}, truth.never)
 
     return form
 
 
-# The rule of each operator: the form of its result from those of its operands.
+# The rule of each operator computes the form of its result from those of its operands.
 _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
     **dict.fromkeys(
@@ -335,7 +335,7 @@ _RULES: dict[Any, Callable[[_Forms, fx.Node], _Form]] = {
 }
 
 
-_SMALL = 1 << 22  # elements up to which a tensor is held whole; larger ones are computed some rows at a time
+_SMALL = 1 << 22  # elements up to which a tensor is computed whole; larger ones by blocks of rows
 _MOST = 1 << 30  # elements up to which a mask is evaluated: 32,768 positions take a second or two
 
 # Element-wise operators without `torch.Tag.pointwise`.
@@ -356,10 +356,10 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
 
     Args:
         graph: an exported graph; if sizes are symbols, a flag has to hold at all sizes.
-        constants: placeholders of tensors with known numbers.
+        constants: placeholders of tensors with known values.
     """
     changed = _changed_in_place(graph)
-    # One evaluation for all calls: layers share a mask, or what it is computed from.
+    # One evaluation for all calls, since layers share a mask, or what it is computed from.
     evaluation = _MaskEvaluation({node: value for node, value in constants.items() if node not in changed}, changed)
     meanings: dict[fx.Node, Meaning | None] = {}
     calls = [graph.find_nodes(op="call_function", target=target) for target in (attention, attention_with_dropout)]
@@ -381,7 +381,7 @@ def replace_position_masks(graph: fx.Graph, constants: Mapping[fx.Node, Tensor])
 
 
 def _changed_in_place(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the nodes whose memory some operator writes to, views included."""
+    """Return the nodes whose memory some operator writes to, including views."""
     written = {base for node in graph.nodes for base in changed_memory(node)}
     return frozenset(node for node in graph.nodes if base_of(node) in written)
 
@@ -410,11 +410,11 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
         return None
     try:
         value = evaluation.of(mask)
-        # The last query sees all keys of a causal mask, and exactly its window otherwise: there are two candidates.
+        # The last query sees all keys of a causal mask, or exactly its window: there are two candidates.
         window = int(_kept_scores(_rows(value, query - 1, query), 1, key)[0].sum())
         unmasked, causal = Meaning(False), Meaning(True, 0 if window == key else window)
         candidates = [unmasked] if query != key else [unmasked, causal]
-        # By blocks of rows: a mask of all scores need not fit into memory.
+        # By blocks of rows: a mask of all scores may not fit into memory.
         for first in range(0, query, step := max(1, _SMALL // key)):
             end = min(first + step, query)
             kept = _kept_scores(_rows(value, first, end), end - first, key)
@@ -429,7 +429,7 @@ def _meaning(mask: fx.Node, call: fx.Node, evaluation: _MaskEvaluation) -> Meani
 def _kept_scores(rows: Tensor, queries: int, keys: int) -> Tensor:
     """Return which scores the rows of a mask keep, `[samples and heads, queries, keys]`."""
     if rows.dtype != torch.bool:  # a mask that is added to the scores
-        # Models hide a score by minus infinity, or by the lowest number. Any other number is a bias.
+        # Models hide a score by -inf, or by the lowest number. Any other number is a bias.
         lowest = torch.finfo(rows.dtype).min
         if not ((rows == 0) | (rows <= lowest)).all():
             raise _UnknownValueError
@@ -451,12 +451,12 @@ class _UnknownValueError(Exception):
     """A value depends on an input, or on an operator that is not evaluated here."""
 
 
-# A value that is computed for a range of its last but one dim; dims of size one stand for repeats.
+# A value that is computed for a range of its second-to-last dim; dims of size 1 are broadcast.
 _Rows = Callable[[int, int], Tensor]
 
 
 def _rows(value: Any, first: int, end: int) -> Any:
-    """Return a range of the last but one dim, which may be of size one for all rows; a plain argument as it is."""
+    """Return a range of the second-to-last dim, which may be of size 1 for all rows; other arguments unchanged."""
     if not isinstance(value, Tensor):
         return value(first, end) if callable(value) else value
     return value[..., first:end, :] if value.dim() > 1 and value.shape[-2] > 1 else value
@@ -468,14 +468,14 @@ def _triangle_rows(op: OpOverload, value: Any, diagonal: int, columns: int) -> _
     def compute(first: int, end: int) -> Tensor:
         rows = _rows(value, first, end)
         whole = rows.expand(*rows.shape[:-2], end - first, columns)
-        triangle: Tensor = op(whole, diagonal + first)  # rows that begin later shift the diagonal
+        triangle: Tensor = op(whole, diagonal + first)  # later rows shift the diagonal
         return triangle
 
     return compute
 
 
 class _MaskEvaluation:
-    """The numbers of nodes that depend on no input: tensors that are held whole, or functions of a range of rows."""
+    """The values of nodes that depend on no input: tensors, or functions of a range of rows."""
 
     def __init__(self, constants: Mapping[fx.Node, Tensor], changed: frozenset[fx.Node]) -> None:
         self.constants, self.changed = constants, changed
@@ -483,7 +483,7 @@ class _MaskEvaluation:
 
     def of(self, node: fx.Node) -> Tensor | _Rows:
         """Return the value of a node, or raise `_UnknownValueError`."""
-        # All are listed before any is computed: a mask that depends on an input costs nothing.
+        # List all before computing any: a mask that depends on an input costs nothing.
         missing: dict[fx.Node, None] = {}
         if node not in self._values:
             for operand in operands_first(node, lambda each: each not in missing and self._is_missing(each)):
@@ -512,7 +512,7 @@ class _MaskEvaluation:
         if op in _BROADCASTS or (op in _VIEWS and _adds_no_rows(node)):
             # Broadcasting later has the same result.
             return partial(_rows, _collapse_repeats(args[0]))
-        # One element stands for all of them.
+        # One element represents all of them.
         if op in FACTORIES:
             shape = [argument.name for argument in op._schema.arguments].index("size")
             element = op(*_numbers(args[:shape]), [1] * len(val.shape), *args[shape + 1 :], **_numbers(kwargs))
@@ -533,7 +533,7 @@ def _adds_no_rows(node: fx.Node) -> bool:
 
 
 def _numbers(arguments: Any) -> Any:
-    """Return arguments whose tensors are all held whole, or raise `_UnknownValueError`."""
+    """Return arguments whose tensors are all computed whole, or raise `_UnknownValueError`."""
 
     def number(value: Any) -> Any:
         if callable(value):
@@ -544,7 +544,7 @@ def _numbers(arguments: Any) -> Any:
 
 
 def _collapse_repeats(value: Any) -> Any:
-    """Return the value with size one in every dim along which it repeats itself."""
+    """Return the value with every dim along which it is constant reduced to size 1."""
     if not isinstance(value, Tensor):
         return value
     tensor = value

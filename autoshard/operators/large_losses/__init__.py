@@ -1,1 +1,1 @@
-"""Losses of logits that are never held whole: the operator, its pattern, its rules and its price."""
+"""Losses of logits that are never materialised whole: the operator, its pattern, its rules and its price."""

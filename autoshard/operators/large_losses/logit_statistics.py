@@ -1,8 +1,8 @@
-"""Statistics of logits that are made in pieces (`loss_operator.py`), and their gradients.
+"""Rules of the statistics of logits computed in pieces (`loss_operator.py`), and of their gradients.
 
-Rows are independent, and so are the classes but for two numbers per row. A rank that holds a stretch of the classes
-takes its own `logsumexp`, of which the ranks exchange maximum and sum, as of a softmax over a sharded dim; what it
-expects of a row is its part of the sum.
+Rows are independent, and so are classes except for two numbers per row. A rank computes the `logsumexp` of its stretch
+of the classes; ranks exchange maximum and sum, as for a softmax over a sharded dim. The expected logit of a row is a
+partial sum.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DIMS = {
     **dict.fromkeys(("bias", "class_weights"), "v^"),
     **dict.fromkeys(("targets", "logsumexp", "grad_logsumexp", "grad_expected"), "..."),
 }
-"""Dims by argument: v the classes, d the width of the layer's input, of which every rank needs all."""
+"""Dims by argument: v the classes, d the width of the layer's input, which is whole."""
 
 
 @rule_maker("autoshard::logit_statistics")
 def logit_statistics(call: OpCall) -> Rule:
-    """The logarithm of the sum of exponentials, which is reduced inside, and what is expected, a partial sum."""
+    """The logsumexp, which is reduced inside, and the expected logit, a partial sum."""
     hidden = call.operands[0]
     row_bytes = math.prod(hidden.shape[:-1]) * accumulation_dtype(hidden.dtype).itemsize
     return bind_named(
@@ -45,7 +45,7 @@ def logit_statistics(call: OpCall) -> Rule:
         exchange={"v": [("all_reduce", row_bytes), ("all_reduce", row_bytes)]},
         local=_statistics,
         uneven=["..."],
-        # Nothing is expected of classes whose weights are zero.
+        # Classes with zero weights add nothing to the expected logit.
         fill={"v": 0.0},
     )
 
@@ -60,7 +60,7 @@ def _statistics(call: LocalCall) -> Any:
 
 @if_sharded("v")
 def _run_on_local_classes(call: LocalCall) -> Any:
-    """The operator on this rank's stretch of the classes: targets outside it become negative, and no class."""
+    """Run the operator on this rank's stretch of classes; targets outside become negative, which is no class."""
     values, stretch = named_values(call), call.size("v")
     target, outside = local_positions(call, values["targets"], "v", stretch)
     values["targets"] = target.masked_fill(outside, -1)
@@ -73,7 +73,7 @@ def _run_on_local_classes(call: LocalCall) -> Any:
 
 @rule_maker("autoshard::logit_statistics_backward")
 def logit_statistics_backward(call: OpCall) -> Rule:
-    """The gradients that are asked for: partial over what they lack; linear in the incoming ones together."""
+    """The wanted gradients: partial over the factors they lack; jointly linear in the incoming gradients."""
     wanted = zip(("... d!", "v^ d!", "v^"), call.arg("output_mask"), strict=True)
     return bind_named(
         call,
@@ -97,12 +97,12 @@ def _logits(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[
 
 @price_by_flops("logit_statistics_backward")
 def _logits_backward(operands: Sequence[Shape], results: Sequence[Shape], args: Sequence[object]) -> int:
-    """Count the same product again, and one for each of the gradients of input and weight that are asked for."""
+    """Count the same product again, and one for each wanted gradient of input and weight."""
     return 2 * math.prod(operands[2]) * operands[3][0] * (1 + sum(len(shape) > 1 for shape in results[:2]))
 
 
-# By position of the layer's input, the bytes that are written and read of every logit. The forward casts, takes maximum
-# and log-softmax; the backward subtracts, takes exponentials, and multiplies.
+# Position of the layer's input, and bytes written and read per logit. The forward casts, takes maximum and log-softmax;
+# the backward subtracts, takes exponentials, and multiplies.
 _FORWARD, _BACKWARD = (0, 18), (2, 22)
 
 
@@ -117,9 +117,9 @@ def _work(
     logits = math.prod(operands[hidden].shape[:-1]) * operands[hidden + 1].shape[0]
     if not hidden:
         return Work(count, dtype, name, float(bytes * logits))
-    # A gradient gets a part of every piece. It is read and written, and so is the part if its dtype is another one.
+    # Every piece is added to a gradient, which is read and written, and so is the piece's part in another dtype.
     wide = accumulation_dtype(dtype).itemsize
     sums = 2 * wide + (2 * dtype.itemsize if dtype.itemsize != wide else 0)
     streamed = logits * (bytes + sums * width / piece_step(width))
-    # The backward makes the logits a second time.
+    # The backward recomputes the logits.
     return Work(count, dtype, name, streamed, repeated=2.0 * logits * width)

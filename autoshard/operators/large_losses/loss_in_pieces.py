@@ -1,8 +1,8 @@
-"""The pattern of a loss of large logits in an exported graph, and the loss in pieces in its place.
+"""The pattern of a loss of large logits in an exported graph, and its replacement by a loss in pieces.
 
-Models multiply by a weight, cast, scale and bound the logits, leave out some rows, flatten the others, and take
+Models multiply by a weight, cast, scale and bound the logits, drop some rows, flatten the others, and take
 `cross_entropy`, or `log_softmax` and `nll_loss`. Where nothing else reads the logits, the same rows of the layer's
-input are taken instead, and the operators of `loss_operator` make no whole logits.
+input are selected instead, and the operators of `loss_operator` never materialise whole logits.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autoshard.operators.large_losses.loss_operator import (
 aten = torch.ops.aten
 
 LARGE_LOGITS = 2**30
-"""Logits on one device from which on a loss is computed in pieces where no plan decides: 4 GiB in single precision.
+"""Least logits on one device for a loss in pieces where no plan decides: 4 GiB in single precision.
 
-With their temporaries they are then a fifth of an accelerator's memory. Fewer are worth less than the time of pieces,
-which make them twice. A number of elements, not of bytes, so that the graph of a model is the same in every precision.
+With their temporaries they are then a fifth of an accelerator's memory. The memory of fewer is not worth the time of
+pieces, which compute them twice. In elements, not bytes, so that the graph of a model is the same in every precision.
 """
 
 Work = Mapping[torch.dtype, float]
-"""Operations of all devices together, by the dtype that they are done in."""
+"""Operations of all devices together, by dtype."""
 
 FEW_LOGITS = 2**26
-"""Logits on one device up to which a loss is never in pieces: they take less than a second plan is worth."""
+"""Most logits on one device for which a loss is never in pieces: their memory is not worth a second plan."""
 
 
 def compute_large_losses_in_pieces(module: fx.GraphModule, devices: int, room: float | None = None) -> Work:
@@ -46,12 +46,12 @@ def compute_large_losses_in_pieces(module: fx.GraphModule, devices: int, room: f
 
     Args:
         module: the exported graph.
-        devices: that the step is planned for.
+        devices: number of devices of the step.
         room: bytes of each device for the logits of a loss and their log-probabilities. If one needs more, all losses
-            of more than `FEW_LOGITS` are replaced, else none. By default those of `LARGE_LOGITS` are.
+            of more than `FEW_LOGITS` are replaced, else none. By default, those of `LARGE_LOGITS` are replaced.
 
     Returns:
-        The operations that pieces of all losses of more than `FEW_LOGITS` do twice; empty if there are none.
+        The operations that are done twice if all losses of more than `FEW_LOGITS` are in pieces; empty without such.
     """
     least = min(FEW_LOGITS, LARGE_LOGITS) * devices
     matches = [match for match in _matches(module) if match.elements >= least]
@@ -84,13 +84,13 @@ def _matches(module: fx.GraphModule) -> Iterator[_Match]:
 
 
 def has_large_logits(graph: fx.Graph, devices: int) -> bool:
-    """Return True if a traced graph has a loss of whole logits that may be in pieces in the graph for `devices`."""
+    """Return True if a traced graph has a loss of whole logits that could be in pieces for `devices`."""
     nodes = graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     return any(_value(node).numel() >= LARGE_LOGITS * devices for node in nodes)
 
 
 def returns_large_logits(graph: fx.Graph, outputs: Iterable[fx.Node], devices: int) -> bool:
-    """Return True if a traced graph has such a loss, and returns logits, for whose sake they are whole."""
+    """Return True if a traced graph has such a loss, and its logits are whole because it returns them."""
     is_large = any(_value(node).numel() >= LARGE_LOGITS * devices for node in outputs)
     return is_large and has_large_logits(graph, devices)
 
@@ -102,8 +102,8 @@ class _Match:
     Attributes:
         loss: the node of the loss.
         layer: the product that makes the logits.
-        path: the nodes from behind `layer` to the first operand of `loss`, in order.
-        moves: those that take rows or move dims; the others act on every logit by itself.
+        path: the nodes from after `layer` to the first operand of `loss`, in order.
+        moves: those that select rows or move dims; the others are element-wise.
         scale, cap: the logits are `cap * tanh(scale * product)`, or `scale * product` if `cap` is 0.
         penalties: nodes of `logsumexp` that read the same logits as the loss.
     """
@@ -128,7 +128,7 @@ class _Match:
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of whole logits and their log-probabilities, which are there together."""
+        """The bytes of whole logits and their log-probabilities, which are alive together."""
         return 2 * self.elements * _value(self.loss.args[0]).dtype.itemsize
 
 
@@ -139,13 +139,13 @@ _ASSERTION = aten._assert_tensor_metadata.default
 _CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default})
 _COPIES = frozenset({aten.contiguous.default, aten.clone.default, aten.alias.default})
 _RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
-# Operators that take the dim as the argument after the tensor, which must not be that of the classes.
+# Operators whose first argument after the tensor is a dim, which must not be that of the classes.
 _BY_DIM = frozenset({aten.slice.Tensor, aten.select.int, aten.index_select.default})
 _SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 
 
 def _match(loss: fx.Node) -> _Match | None:
-    """Return the loss with the layer whose logits it takes; None if there is none, or others read the logits too."""
+    """Return the loss with the layer whose logits it takes; None if there is none, or others read the logits."""
     path: list[fx.Node] = []
     reader, node = loss, loss.args[0]
     penalties: list[fx.Node] = []
@@ -174,7 +174,7 @@ def _is_logsumexp(node: fx.Node, logits: fx.Node) -> bool:
 
 
 def _may_move(match: _Match) -> bool:
-    """Return True if the loss's operands exist where the logits are first read, and nothing changed the layer's."""
+    """Return True if the loss's operands exist where the logits are first read, and no operand is changed before."""
     if any(match.first < source for source in match.loss.all_input_nodes):
         return False
     memory = {base_of(source) for source in (*match.layer.all_input_nodes, *match.loss.all_input_nodes)}
@@ -194,7 +194,7 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _follow(match: _Match) -> bool:
-    """Sort the path of a match into moves, scale and cap; return False if it is no loss of the layer's logits."""
+    """Split the path of a match into moves, scale and cap; return False if it is no loss of the layer's logits."""
     classes = _value(match.layer).dim() - 1  # the dim of the classes so far
     normalizes = match.loss.target is _CROSS_ENTROPY
     is_normalized = False
@@ -214,7 +214,7 @@ def _follow(match: _Match) -> bool:
 
 
 def _keep(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int | None:
-    """Follow a cast: statistics of logits are wide whatever the cast was to, unless it was to integers."""
+    """Follow a cast to any floating dtype, since statistics of logits are wide anyway."""
     return classes if _value(node).is_floating_point() else None
 
 
@@ -246,7 +246,7 @@ def _bound(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int | 
 
 
 def _take(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int | None:
-    """Follow an operator that takes some steps of one dim."""
+    """Follow an operator that selects elements of one dim."""
     dim = argument_of(node, "dim", 0) % source.dim()
     match.moves.append(node)
     if dim == classes:
@@ -255,7 +255,7 @@ def _take(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int | N
 
 
 def _reshape(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int | None:
-    """Follow a view that leaves the classes as the last dim."""
+    """Follow a view that keeps the classes as the last dim."""
     result = _value(node)
     if classes != source.dim() - 1 or not result.dim() or not _is_size(result.shape[-1], source.shape[-1]):
         return None
@@ -282,8 +282,8 @@ def _permute(match: _Match, node: fx.Node, source: Tensor, classes: int) -> int 
     return [dim % source.dim() for dim in argument_of(node, "dims")].index(classes)
 
 
-# What stands between a layer and its loss, by operator: returns the dim of the classes behind the node, given the one
-# before it; None if the loss is not one of the layer's rows.
+# Operators between a layer and its loss: each function returns the dim of the classes after the node, given that before
+# it; None if the loss is not one of the layer's rows.
 _STEPS: Mapping[Any, Callable[[_Match, fx.Node, Tensor, int], int | None]] = {
     **dict.fromkeys(_CASTS, _keep),
     **dict.fromkeys(_COPIES, _copy),
@@ -299,7 +299,7 @@ _STEPS: Mapping[Any, Callable[[_Match, fx.Node, Tensor, int], int | None]] = {
 
 
 def _replace(match: _Match) -> None:
-    """Put the loss in pieces in the place of a loss, and remove the logits."""
+    """Replace a loss by a loss in pieces, and remove the logits."""
     loss = match.loss
     graph, layer = loss.graph, match.layer
     with graph.inserting_before(match.first):
@@ -310,13 +310,13 @@ def _replace(match: _Match) -> None:
         for move in match.moves:
             others: tuple[Any, ...] = move.args[1:]
             if move.target in _RESHAPES:
-                # Of rows that were left out before, there may be no view.
+                # After rows were dropped, a view may not be possible.
                 hidden = _add(match, aten.reshape.default, (hidden, [*others[0][:-1], _value(hidden).shape[-1]]))
             else:
                 hidden = _add(match, move.target, (hidden, *others), move.kwargs)
         value = _value(hidden)
         if value.dim() > 2:
-            # The dim of the layer's width, where that of the classes was, becomes the last.
+            # The dim of the layer's width, at the position of the classes, becomes the last.
             order = [0, *range(2, value.dim()), 1]
             hidden = _add(match, aten.permute.default, (hidden, order))
         target, class_weights = loss.args[1], argument_of(loss, "weight")
@@ -336,13 +336,13 @@ def _replace(match: _Match) -> None:
         penalty.kwargs = {"dtype": _value(penalty).dtype}
         penalty.target = logsumexp_of_statistics
     for node in [*match.path[::-1], layer]:
-        for user in list(node.users):  # assertions about a tensor that is no more
+        for user in list(node.users):  # assertions about the removed tensor
             graph.erase_node(user)
         graph.erase_node(node)
 
 
 def _add(match: _Match, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-    """Add a node at the place of the loss in the user's code, with its value on fake tensors."""
+    """Add a node with the source line of the loss, and its value on fake tensors."""
     node = match.loss.graph.call_function(target, args, dict(kwargs or {}))
     values = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     with torch.no_grad():
@@ -365,5 +365,5 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def _is_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
-    """Return True if two sizes are one number, in every call."""
+    """Return True if two sizes are equal in every call."""
     return isinstance(left, int) and isinstance(right, int) and left == right

@@ -1,17 +1,17 @@
-"""Cross-entropy of the logits of a linear layer, which are never held whole.
+"""Cross-entropy of the logits of a linear layer, which are never materialised whole.
 
-Logits `[n, v]` of a language model, and what a softmax makes of them, are half of the peak of its training step. The
-operators of this file take the layer's input and weight instead. They make the logits in pieces, of which they keep two
-numbers per row; the backward makes every piece again, and adds up the gradients of input and weight.
+Logits `[n, v]` of a language model, with their softmax, are half of the peak of its training step. The operators of
+this file take the layer's input and weight instead. They compute the logits in pieces and keep two numbers per row; the
+backward recomputes every piece, and accumulates the gradients of input and weight.
 
-A piece of rows with all of their classes could be turned into its gradient at once, where the loss is a mean or a sum.
-But the gradient of the whole weight would get a part of every such piece, and a rank most often has fewer rows than
-classes: to add these up takes longer than to make the logits twice (docs/memory.md has figures). Penalties of
-`logsumexp`, and losses weighted row by row, need the second product in any case.
+If the loss is a mean or a sum, a piece of rows with all classes could be turned into its gradient at once. But every
+such piece would be added to the gradient of the whole weight, and a rank mostly has fewer rows than classes: these sums
+take longer than computing the logits twice (docs/memory.md has figures). Penalties of `logsumexp`, and losses weighted
+row by row, need the second product anyway.
 
-The loss of a row with logits `z` is `logsumexp(z) * sum(q) - sum(q * z)`, where `q` is what is expected of the row: all
-at its target, or some of it everywhere (label smoothing), times the weights of the classes. So the two numbers are
-enough for every option of `torch.nn.functional.cross_entropy`, and for a penalty of `logsumexp`.
+The loss of a row with logits `z` is `logsumexp(z) * sum(q) - sum(q * z)`, where `q` is the expected distribution of the
+row: 1 at its target, or partly spread over all classes (label smoothing), times the class weights. So the two numbers
+suffice for every option of `torch.nn.functional.cross_entropy`, and for a penalty of `logsumexp`.
 
 Source: Liger-Kernel, "fused linear cross entropy", which has pieces of rows; cut cross-entropy (Wijmans et al., 2024).
 """
@@ -32,29 +32,29 @@ operators = torch.ops.autoshard
 
 `hidden` is `[..., d]`, `weight` `[v, d]`, `bias` and `class_weights` are `[v]`, and `targets` is `[...]`. With the
 products `z = hidden @ weight.T + bias` in the dtype of `hidden`, the logits are `cap * tanh(scale * z)`, or `scale * z`
-where `cap` is 0, in the dtype that sums are taken in. With `q[c] = class_weights[c] * (peak * (c == target) + uniform)`
-the results, in that dtype and `[...]`, are `logsumexp(logits)` and `sum(q * logits)`. A target below 0 is none of these
-classes. `is_class`, truth values `[v]`, tells classes from padding, whose weights are zero.
+if `cap` is 0, in the accumulation dtype. With `q[c] = class_weights[c] * (peak * (c == target) + uniform)` the results,
+in that dtype and `[...]`, are `logsumexp(logits)` and `sum(q * logits)`. A negative target is none of these classes.
+`is_class`, booleans `[v]`, is False for padding, whose weights are zero.
 
-`logit_statistics_backward` returns the gradients of `hidden`, `weight` and `bias` that `output_mask` asks for; the
-others have no elements.
+`logit_statistics_backward` returns the gradients of `hidden`, `weight` and `bias` selected by `output_mask`; the others
+are empty.
 """
 
 LEAST_STEP = 1024
-"""Rows or classes of a piece, of a narrow layer: products of fewer do not use a device well."""
+"""Least rows or classes of a piece: products of fewer do not use a device well."""
 
 
 def piece_step(width: int) -> int:
-    """Return the rows of a piece that has all classes, or the classes of one that has all rows, by the layer's width.
+    """Return the rows of a piece with all classes, or the classes of a piece with all rows, by the layer's width.
 
-    A gradient that gets a part of every piece has no more elements than a piece then, so that adding up takes no longer
-    than a pass over the logits.
+    A gradient to which every piece is added then has no more elements than a piece, so that accumulation takes no
+    longer than a pass over the logits.
     """
     return max(LEAST_STEP, width)
 
 
 def _pieces(rows: int, classes: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and the classes of every piece: the fewer of both are whole, so that products are not narrow."""
+    """Yield the rows and classes of every piece: the smaller of both is whole, so that products are not narrow."""
     step = piece_step(width)
     if rows <= classes:
         yield from ((slice(0, rows), slice(start, min(start + step, classes))) for start in range(0, classes, step))
@@ -63,7 +63,7 @@ def _pieces(rows: int, classes: int, width: int) -> Iterator[tuple[slice, slice]
 
 
 class _Logits:
-    """The logits of one call, piece by piece, and what is expected of them; arguments as of the operator."""
+    """The logits of one call, piece by piece, and their expected distribution; arguments as of the operator."""
 
     def __init__(
         self,
@@ -99,21 +99,21 @@ class _Logits:
         return products.to(self.dtype).mul(self.scale).tanh_()
 
     def logits(self, rows: slice, classes: slice) -> Tensor:
-        """Return the logits of a piece, in whatever dtype they are exact in."""
+        """Return the logits of a piece, in any dtype in which they are exact."""
         products = self.products(rows, classes)
         if self.cap:
             return self.bound(products).mul_(self.cap)
         return products if self.scale == 1 else products.to(self.dtype).mul(self.scale)
 
     def without_padding(self, logits: Tensor, classes: slice) -> Tensor:
-        """Return the logits of a piece, and minus infinity for those of padding."""
+        """Return the logits of a piece, with -inf for padding."""
         return logits if self.is_class is None else logits.masked_fill_(~self.is_class[classes], -torch.inf)
 
     def places(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
-        """Return the targets of a piece as columns of it `[rows, 1]`, and how much is expected there: zero of others.
+        """Return the columns of the targets in a piece and the expected amounts there, `[rows, 1]` each.
 
         Returns:
-            The column of every row's target, 0 if it lies in another piece; and `class_weights * peak` or zero.
+            The column of every row's target, 0 if it is in another piece; and `class_weights * peak`, or 0 there.
         """
         place = self.targets[rows] - classes.start
         is_inside = (place >= 0) & (place < classes.stop - classes.start)
@@ -124,18 +124,18 @@ class _Logits:
         return place.unsqueeze(1), amount.unsqueeze(1)
 
     def everywhere(self, classes: slice) -> Tensor:
-        """Return what is expected of every class of a piece besides the target."""
+        """Return the expected amount of every class of a piece besides the target's."""
         if self.class_weights is not None:
             return self.class_weights[classes] * self.uniform
         return self.hidden.new_full((classes.stop - classes.start,), self.uniform, dtype=self.dtype)
 
-    # In functions of their own, so that nothing of a piece lives on while the next one is made.
+    # Separate functions, so that all tensors of a piece are freed before the next one.
 
     def statistics(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
-        """Return the logsumexp of a piece, and what is expected in it, `[rows]` each."""
+        """Return the logsumexp of a piece, and its part of the expected logit, `[rows]` each."""
         logits = self.logits(rows, classes)
         place, amount = self.places(rows, classes)
-        # Of a logit that is minus infinity, nothing may be expected: zero times infinity is no number.
+        # Where the amount is 0, the logit may be -inf, and 0 * inf is nan.
         chosen = torch.where(amount == 0, 0, logits.gather(1, place)).to(self.dtype)
         expected = (amount * chosen).squeeze(1)
         if self.uniform:
@@ -146,7 +146,7 @@ class _Logits:
         self, rows: slice, classes: slice, grad_logsumexp: Tensor, grad_expected: Tensor, logsumexp: Tensor
     ) -> Tensor:
         """Return the gradient of the products of a piece, given `[rows, 1]` of its rows."""
-        # In place wherever it is safe: a piece is large.
+        # In place wherever safe, since a piece is large.
         bound = self.bound(self.products(rows, classes)) if self.cap else None
         logits = self.logits(rows, classes) if bound is None else bound * self.cap
         logits = self.without_padding(logits, classes)
@@ -156,7 +156,7 @@ class _Logits:
         place, amount = self.places(rows, classes)
         factor = self.scale * (self.cap or 1)
         if not self.uniform and bound is None:
-            # Most pieces: one pass multiplies and casts. What is expected of a target is added before that.
+            # For most pieces, one pass multiplies and casts. The term of the target is added before that.
             at_target = (gradient.gather(1, place) * grad_logsumexp + amount * grad_expected) * factor
             out = torch.empty_like(gradient, dtype=self.hidden.dtype) if narrow else gradient
             torch.mul(gradient, grad_logsumexp * factor, out=out)
@@ -184,20 +184,20 @@ def statistics(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _logsumexp(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logarithm of the sum of exponentials of every row."""
-    # At its maximum, the log-softmax is the maximum less this. Its kernel reads and writes once; `torch.logsumexp` does
-    # in every one of its steps.
+    """Return the logsumexp of every row."""
+    # At the maximum, the log-softmax is the maximum minus this. Its kernel reads and writes once; every step of
+    # `torch.logsumexp` does.
     maximum, place = logits.max(1, True)
     result = maximum.to(dtype) - torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
     return result.masked_fill(maximum == -torch.inf, -torch.inf).squeeze(1)
 
 
 class _Sums:
-    """A gradient `[size, ...]` to which the parts of some of its rows are added, in the dtype that sums are taken in.
+    """A gradient `[size, ...]` to which parts of some rows are added, in the accumulation dtype.
 
     Args:
         like: a tensor of the gradient's shape and dtype.
-        repeated: True if a row gets more than one part.
+        repeated: True if several parts are added to a row.
     """
 
     def __init__(self, like: Tensor, repeated: bool) -> None:
@@ -273,7 +273,7 @@ def _statistics_like(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _gradients_like(
     grad_logsumexp: Tensor, grad_expected: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
-    output_mask = options[7]  # behind two tensors, their logsumexp and four numbers
+    output_mask = options[7]  # after two tensors, their logsumexp and four numbers
     return tuple(
         each.new_empty(each.shape) if asked and each is not None else hidden.new_empty(0)
         for each, asked in zip((hidden, weight, bias), output_mask, strict=True)
@@ -281,7 +281,7 @@ def _gradients_like(
 
 
 def _statistics_workspace(hidden: Tensor, weight: Tensor, *options: Any) -> int:
-    """Return the bytes of a piece: its products, the same in the dtype of sums, and their log-softmax."""
+    """Return the bytes of a piece: its products, the same in the accumulation dtype, and their log-softmax."""
     elements, wide = _piece_elements(hidden, weight)
     return elements * (2 * wide + (hidden.dtype.itemsize if hidden.dtype.itemsize != wide else 0))
 
@@ -295,14 +295,14 @@ def _gradients_workspace(
     narrow = hidden.dtype.itemsize if hidden.dtype.itemsize != wide else 0
     rows = hidden.numel() // max(1, hidden.shape[-1])
     held = elements * ((2 if cap else 1) * wide + narrow)
-    # A gradient gets parts of every piece, which are added up in another dtype.
+    # Parts of every piece are added to a gradient, in another dtype.
     if narrow and elements < rows * weight.shape[0]:
         held += min(hidden.numel(), weight.numel()) * (narrow + wide)
     return held
 
 
 def _piece_elements(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    """Return the elements of the largest piece, and the bytes of one in the dtype that sums are taken in."""
+    """Return the elements of the largest piece, and the bytes of one in the accumulation dtype."""
     rows = hidden.numel() // max(1, hidden.shape[-1])
     first = next(_pieces(rows, *weight.shape), (slice(0, 0), slice(0, 0)))
     elements = (first[0].stop - first[0].start) * (first[1].stop - first[1].start)
@@ -360,7 +360,7 @@ def statistics_of_logits(
     cap: float = 0.0,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return `logsumexp` and the expected logit of every row, as the operator gives them.
+    """Return `logsumexp` and the expected logit of every row, by the operator.
 
     Args:
         hidden: the input of the layer, `[..., d]`.
@@ -395,8 +395,8 @@ def cross_entropy_of_statistics(
 ) -> Tensor:
     """Return `torch.nn.functional.cross_entropy` of the logits with these statistics.
 
-    The loss of a row whose target is no class is NaN: whole logits raise an error, which a piece of the classes could
-    not tell from a target in another piece.
+    The loss of a row whose target is no class is NaN. With whole logits it is an error, but a piece of the classes
+    cannot distinguish it from a target in another piece.
 
     Args:
         logsumexp, expected: results of `statistics_of_logits`.

@@ -1,8 +1,8 @@
 """LSTM, GRU and plain RNN layers as calls of operators of the `autoshard` namespace.
 
-One operator runs one direction of one layer over all time steps: a graph has a handful of nodes per layer however long
-the sequence is. Ordinary operators compute the rest for all steps at once, such as the product of the inputs with their
-weight and the gradients of the weights. Shapes are those of `time_loops`.
+One operator runs one direction of one layer over all time steps, so a graph has a handful of nodes per layer for any
+length of the sequence. Ordinary operators compute the rest for all steps at once, such as the product of the inputs
+with their weight and the gradients of the weights. Shapes are those of `time_loops`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _gru_backward_like(
 
 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""By operator: its loop, which takes `units` besides, and the function that makes its results without numbers."""
+"""Operator -> its loop, with the further argument `units`, and the function that returns its fake results."""
 
 for _schema, _loop, _results_like in (
     (
@@ -114,7 +114,7 @@ def _lstm_gradients(ctx: Any, grad_output: Tensor | None, grad_cells: Tensor | N
     grad_gates, grad_h, grad_c, totals = steps.lstm_steps_backward(
         grad_output, grad_cells, c, weight, projection, cells, active
     )
-    # One product for all steps, in the place of one in each step of the loop.
+    # One product for all steps, instead of one in each step of the loop.
     grad_weight = _weight_gradient(grad_gates, _previous(h, output))
     grad_projection = None
     if projection is not None:
@@ -152,9 +152,9 @@ define_backward("gru_steps", _keep_gru, _gru_gradients)
 define_backward("rnn_steps", _keep_rnn, _rnn_gradients)
 
 
-# Layers as calls of these operators. Left alone, tracing would take kernels that run on one kind of device only (on the
-# CPU, one that does not keep what its backward needs), unroll every time step into the graph, or lose the dropout
-# between layers.
+# Layers as calls of these operators. Otherwise tracing would record kernels for one kind of device only (on the CPU,
+# one that does not save what its backward needs), unroll every time step into the graph, or lose the dropout between
+# layers.
 
 _States = tuple[Tensor, ...]
 # Runs one direction of one layer: `[T, B, I]`, states and weights in torch's order -> `[T, B, P]` and last states.
@@ -164,7 +164,7 @@ _Cell = Callable[[Tensor, _States, Sequence[Tensor | None]], tuple[Tensor, _Stat
 def _lstm_cell(x: Tensor, states: _States, weights: Sequence[Tensor | None]) -> tuple[Tensor, _States]:
     into, across, bias, other_bias, projection = weights
     gates = linear(x, _require(into), _add_biases(bias, other_bias))
-    # Under autocast `linear` has chosen the dtype; the operator of the loop takes one dtype.
+    # Under autocast `linear` has chosen the dtype, and the operator of the loop takes one dtype.
     h, c, weight = (_require(value).to(gates.dtype) for value in (*states, across))
     output, cells, _ = steps.lstm_steps(gates, h, c, weight, _cast_like(projection, gates))
     return output, (output[-1], cells[-1])
@@ -215,8 +215,8 @@ def _layers(
 ) -> tuple[Tensor, ...]:
     """Return the output of all layers and directions, then the last states, `[layers · directions, B, P or H]` each.
 
-    The arguments are those of the ATen operator, its states as a tuple. All results have the dtype `dtype`, which
-    `torch.export` noted; under autocast, the steps run in the dtype of their gates.
+    The arguments are those of the ATen operator, with states as a tuple. All results have the dtype `dtype`, recorded
+    by `torch.export`; under autocast, the steps run in the dtype of their gates.
     """
     directions = 2 if bidirectional else 1
     weights = _split_params(params, has_biases, num_layers * directions)
@@ -225,7 +225,7 @@ def _layers(
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
-            # torch lists both directions of a layer one after the other; the second reads from the end.
+            # torch lists the two directions of a layer consecutively; the second reads from the end.
             index = layer * directions + direction
             initial = tuple(state[index] for state in states)
             output, final = cell(x.flip(0) if direction else x, initial, weights[index])
@@ -241,7 +241,7 @@ def _layers(
 
 def _split_params(params: Sequence[Tensor], has_biases: bool, count: int) -> list[list[Tensor | None]]:
     """Return, for every layer and direction, weights and biases of input and state, and the projection or None."""
-    # As many per layer as there are: two weights, two biases unless left out, and a projection or not.
+    # Per layer: two weights, two biases or none, and a projection or none.
     size = len(params) // count
     groups = []
     for start in range(0, len(params), size):

@@ -1,9 +1,9 @@
 """The recurrent part of LSTM, GRU and plain RNN layers: samples are independent, hidden units exchange the state.
 
-Every step needs all of the state before it, so that steps stay together. Hidden units may be shared by ranks that put
-the state together at every step; gates stand side by side in one dim, a strided shard of which is all gates of some
-units. An LSTM that projects its state shards samples alone. The products that a layer makes for all steps at once, and
-the gradients of its weights, are ordinary operators with rules of their own.
+Every step needs all of the previous state, so the time dim is whole. Hidden units may be sharded over ranks that gather
+the state at every step; gates are concatenated in one dim, and a strided shard of it is all gates of some units. An
+LSTM that projects its state only shards samples. The products of a layer for all steps at once, and the gradients of
+its weights, are ordinary operators with separate rules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _OPERAND_DIMS = {
     "weight": "(g! h^) p!",
     "bias": "(g! h^)",
 }
-"""The same without a projection; h are the hidden units, g the gates of each, and p the units that a step reads."""
+"""Dims without a projection; h are the hidden units, g the gates of each, and p the units that a step reads."""
 
 _RESULTS = {
     "lstm_steps": ("output", "cells", "active"),
@@ -62,7 +62,7 @@ _RESULTS = {
 
 @rule_maker(*(f"autoshard::{name}" for name in _RESULTS))
 def recurrent(call: OpCall) -> Rule:
-    """Forward and backward; a gradient is linear in the incoming ones together."""
+    """Forward and backward; a gradient is jointly linear in the incoming ones."""
     name = call.name.partition("::")[2]
     backward = name.endswith("backward")
     linear = [{"grad_output", "grad_cells"}] if backward else []
@@ -83,27 +83,27 @@ def recurrent(call: OpCall) -> Rule:
 
 
 def _mark_sequential(rule: Rule) -> Rule:
-    """Every time step reads the weight again, which it waits for when there are few samples."""
+    """Every time step rereads the weight, which takes the time of a step with few samples."""
     return replace(rule, factors=tuple(replace(factor, sequential=factor.name == "t") for factor in rule.factors))
 
 
-# Hidden units that are shared by the ranks of an axis.
+# Hidden units sharded over the ranks of an axis.
 #
-# Every rank has the gates of its own units, and so a strided shard of all whose dim is gates side by side. Before
-# each time step the ranks put their parts of the state together, and in the backward half each step sums what all ranks
-# have for the state before it. These collectives stand inside the time loop, which is one operator: a graph does not
-# grow with the sequence. `autoshard::lstm_steps_shared` and its like are the operators of `recurrence` with the
-# groups of ranks as further arguments.
+# Every rank has the gates of its own units, so a strided shard of every tensor whose dim is concatenated gates. Before
+# each time step ranks gather the state, and in backward each step sums the gradients of the previous state over ranks.
+# These collectives are inside the time loop, which is one operator, so that a graph does not grow with the sequence.
+# `autoshard::lstm_steps_shared` and the like are the operators of `recurrence` with groups of ranks as further
+# arguments.
 
 
 @dataclass(frozen=True, slots=True)
 class SharedUnits:
-    """The hidden units are shared by the ranks of some groups, in blocks of which the last may be padded.
+    """Hidden units in blocks over the ranks of some groups; the last block may be padded.
 
     Attributes:
         groups: names of process groups, that of the innermost axis first.
-        ranks: how many there are in each.
-        units: how many hidden units the ranks of each group have together.
+        ranks: size of each group.
+        units: number of hidden units of the ranks of each group together.
         collective: runs a collective and waits for it.
     """
 
@@ -130,14 +130,14 @@ class SharedUnits:
 
 
 def _exchanges(call: OpCall) -> list[Exchange]:
-    """The state of all samples, or its gradient, which shared hidden units exchange at every time step."""
+    """The state of all samples, or its gradient, exchanged at every time step if hidden units are sharded."""
     times, samples, _ = call.result.shape
     state = samples * shape_of(call, "weight")[1] * call.result.dtype.itemsize
     return [("reduce_scatter" if call.is_backward else "all_gather", state, times)]
 
 
 def _run_shared_units(call: LocalCall) -> Any:
-    """The local program: the operator itself where no axis shares its hidden units `h`."""
+    """The local program: the operator itself where no axis shards its hidden units `h`."""
     axes = call.axes("h")[::-1]
     if not axes:
         return call.run()
@@ -164,10 +164,10 @@ def _define_shared_op(name: str, loop: Callable[..., Any], shapes: Callable[...,
 _SHARED_OPS = {getattr(steps, name).default: _define_shared_op(name, *pair) for name, pair in OPERATORS.items()}
 
 
-# One step of LSTM and GRU behind its products: the operators of capture, and the kernels of CUDA that they run.
+# One step of LSTM and GRU after its products: the operators of capture, and the kernels of CUDA that they run.
 #
-# Samples and hidden units are independent. Gates stand side by side in one dim, and so does what a cell keeps for its
-# backward: a strided shard of such a dim is all gates of some units, on which the cell runs as it is.
+# Samples and hidden units are independent. Gates are concatenated in one dim, and so is what a cell saves for its
+# backward: a strided shard of such a dim is all gates of some units, on which the cell runs unchanged.
 
 _UNITS, _GATES, _BIAS, _KEPT = "b h", "b (g! h)", "(g! h)", "b (w! h)"
 _CELL_DIMS = {
@@ -176,7 +176,7 @@ _CELL_DIMS = {
     **dict.fromkeys(("hx", "cx", "cy", "grad_hy", "grad_cy"), _UNITS),
     "workspace": _KEPT,
 }
-"""Dims by argument: b samples, h hidden units, g gates of each, w numbers that are kept of each."""
+"""Dims by argument: b samples, h hidden units, g gates of each, w saved numbers of each."""
 
 _CELL_RESULTS = {
     **dict.fromkeys(("autoshard::lstm_cell", "aten::_thnn_fused_lstm_cell"), (_UNITS, _UNITS, _KEPT)),
@@ -187,12 +187,12 @@ _CELL_RESULTS = {
     "autoshard::gru_cell_backward": (_GATES, _GATES, _UNITS),
     "aten::_thnn_fused_gru_cell_backward": (_GATES, _GATES, _UNITS, _BIAS, _BIAS),
 }
-"""Dims of the results by operator: new states and what is kept, or gradients of gates, state and biases."""
+"""Dims of the results by operator: new states and saved numbers, or gradients of gates, state and biases."""
 
 
 @rule_maker(*_CELL_RESULTS)
 def cell(call: OpCall) -> Rule:
-    """A forward or backward; a gradient is linear in the incoming ones together."""
+    """Forward or backward; a gradient is jointly linear in the incoming ones."""
     name = call.name
     gates, kept = (4, 4) if "lstm" in name else (3, 5)
     backward = "backward" in name

@@ -1,14 +1,14 @@
 """Steps of LSTM and GRU as operators of the `autoshard` namespace, and the loops over time of LSTM, GRU and plain RNN.
 
 A step is what follows its products; biases are part of the products. GPUs have a kernel for it: traced on the CPU it
-would be some twenty operators, each of which reads and writes its tensors wherever the graph runs. A loop runs one
-direction of one layer, forward or backward.
+would be some twenty operators that read and write their tensors wherever the graph runs. A loop runs one direction of
+one layer, forward or backward.
 
-Shapes: T steps, B samples, H hidden units, P outputs (H unless an LSTM projects). Gates stand side by side in the last
+Shapes: T steps, B samples, H hidden units, P outputs (H unless an LSTM projects). Gates are concatenated in the last
 dim, in torch's order: input, forget, cell, output for LSTM (4·H); reset, update, new for GRU (3·H).
 
-The hidden units may be shared by several ranks, each of which has their columns of every tensor and their rows of the
-weight: `units` then puts the state together before every step. P, the columns of the weight, is whole.
+Hidden units may be sharded over ranks, which have the columns of their units in every tensor and the rows of the
+weight: `units` then gathers the state before every step. P, the columns of the weight, is whole.
 
 Source: the formulas in the documentation of `torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
 """
@@ -69,7 +69,7 @@ def lstm_step_backward(
 def gru_step(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Tensor, Tensor]:
     """Return the new state `[B, H]`, and the workspace `[B, 5·H]`.
 
-    It holds reset, update and new gate after their activation, the previous state, and its part of the new gate.
+    It contains reset, update and new gate after activation, the previous state, and the state's part of the new gate.
     """
     if _has_kernel(hx):
         hy, workspace = aten._thnn_fused_gru_cell(input_gates, hidden_gates, hx)
@@ -78,14 +78,14 @@ def gru_step(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor) -> tuple[Ten
     reset, update, new = input_gates.chunk(3, -1)
     reset, update = (reset + from_reset).sigmoid(), (update + from_update).sigmoid()
     new = (new + reset * candidate).tanh()
-    # In the form of ATen's kernels, whose rounding it has. Contiguous, as the kernels' results are.
+    # In the form of ATen's kernels, with their rounding, and contiguous as their results.
     return ((hx - new) * update + new).contiguous(), torch.cat([reset, update, new, hx, candidate], -1)
 
 
 def gru_step_backward(grad_hy: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the input's and of the state's gates `[B, 3·H]`, and of the previous state `[B, H]`.
 
-    The gradient of the state leaves out what comes through its gates.
+    The gradient of the state does not include that through its gates.
     """
     if _has_kernel(workspace):
         of_input, of_hidden, grad_hx, _, _ = aten._thnn_fused_gru_cell_backward(grad_hy, workspace, False)
@@ -128,7 +128,7 @@ define(
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    # The last result is the workspace, which the backward alone reads. Of the others, one may have no gradient.
+    # The last result is the workspace, which only the backward reads. One of the others may have no gradient.
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output[1:])
@@ -138,7 +138,7 @@ def _lstm_gradients(ctx: Any, grad_hy: Tensor | None, grad_cy: Tensor | None, _:
     if grad_hy is None and grad_cy is None:
         return None, None, None
     input_gates, hidden_gates, cx, cy, workspace = ctx.saved_tensors
-    if torch.is_grad_enabled():  # gradients of these gradients are asked for: torch writes them out as operators
+    if torch.is_grad_enabled():  # for second derivatives, torch has it as operators
         written_out = aten._thnn_differentiable_lstm_cell_backward
         grad_gates, _, _, _, grad_cx = written_out(grad_hy, grad_cy, input_gates, hidden_gates, None, None, cx, cy)
     else:
@@ -176,12 +176,12 @@ def lstm_cell(
 
     Args:
         x, states, into, across, bias, hidden_bias: as of the ATen operator.
-        dtype: of the results, as `torch.export` noted it. Where autocast of CPUs gives the gates alone another dtype,
-            the ATen operator stays.
+        dtype: of the results, as recorded by `torch.export`. Where autocast of CPUs gives only the gates another dtype,
+            the ATen operator is used.
     """
     h, c = states
     input_gates, hidden_gates = linear(x, into, bias), linear(h, across, hidden_bias)
-    # Autocast of CPUs casts the products, and not the step.
+    # Autocast of CPUs casts the products, but not the step.
     if input_gates.dtype == hidden_gates.dtype == dtype:
         hy, cy, _ = operators.lstm_cell(input_gates, hidden_gates, c.to(dtype))
     else:
@@ -255,12 +255,12 @@ def lstm_backward(
     active: Tensor,
     units: HiddenUnits = LOCAL_UNITS,
 ) -> tuple[Tensor, ...]:
-    """Return gradients of gates `[T, B, 4·H]`, h, c, and of every step's output, later steps included `[T, B, P]`."""
+    """Return gradients of gates `[T, B, 4·H]`, h, c, and every step's output, including by later steps `[T, B, P]`."""
     grad_h = torch.zeros_like(c) if projection is None else c.new_zeros(c.shape[0], projection.shape[0])
     grad_c = torch.zeros_like(c)
     grad_gates, totals = [], []
     for step in reversed(range(cells.shape[0])):
-        # The output of a step is read by the loss, and by the next step.
+        # The loss and the next step read the output of a step.
         total = grad_h if grad_output is None else grad_h + grad_output[step]
         grad_hidden = total if projection is None else total @ projection
         grad_c = grad_c if grad_cells is None else grad_c + grad_cells[step]
@@ -281,7 +281,7 @@ def gru(
         h, workspace = gru_step(gate, linear(units.all_gather(h), weight, bias), h)
         outputs.append(h)
         active.append(workspace[:, : gate.shape[1]])
-        candidates.append(workspace[:, gate.shape[1] + h.shape[1] :])  # between them: the state before, kept as output
+        candidates.append(workspace[:, gate.shape[1] + h.shape[1] :])  # in between: the previous state, kept as output
     return torch.stack(outputs), torch.stack(active), torch.stack(candidates)
 
 
@@ -303,7 +303,7 @@ def gru_backward(
         of_input, of_hidden, direct = gru_step_backward(grad_h + grad_output[step], workspace)
         grad_gates.append(of_input)
         grad_added.append(of_hidden)
-        # The state has two ways into the next one: through its gates, and as it is.
+        # The state enters the next one through its gates, and directly.
         grad_h = direct + units.reduce_scatter(of_hidden @ weight)
     return torch.stack(grad_gates[::-1]), torch.stack(grad_added[::-1]), grad_h
 
@@ -325,7 +325,7 @@ def rnn_backward(
     grad_h = torch.zeros_like(output[0])
     grad_gates = []
     for step in reversed(range(output.shape[0])):
-        # The slope by the output itself: that of relu is 1 above zero, that of a tanh t is 1 - t * t.
+        # The slope in terms of the output: that of relu is 1 above zero, that of a tanh t is 1 - t * t.
         slope = (output[step] > 0).to(output.dtype) if relu else 1 - output[step] * output[step]
         grad_gates.append((grad_h + grad_output[step]) * slope)
         grad_h = units.reduce_scatter(grad_gates[-1] @ weight)

@@ -1,1 +1,1 @@
-"""Rows that are sent to groups and back, as a mixture of experts does: operators, their pattern, and their rules."""
+"""Rows sent to groups and back, as in a mixture of experts: operators, their pattern, and their rules."""

@@ -1,15 +1,14 @@
-"""Rows that are sent to groups and come back, as tokens to the experts of a mixture (`routing.py`).
+"""Rules for rows sent to groups and back, as tokens to the experts of a mixture (`routing.py`).
 
-Every operator of a route has two ways to be split beside its other dims. By `source`, a rank routes its own tokens
-among all groups, and sends nothing. By `group`, a rank holds a stretch of the groups besides: the ranks send each other
-the rows of their groups in an all-to-all, and back in another, forward and backward alike. The two go together on a
-mesh: tokens by one axis, tokens and groups by the other.
+Every operator of a route has two further factors. With `source` sharded, a rank routes its own tokens among all groups,
+and sends nothing. With `group` sharded, a rank also holds a stretch of the groups: ranks send each other the rows of
+their groups in an all-to-all, and back in another, in forward and backward. A mesh may combine both: tokens over one
+axis, tokens and groups over the other.
 
-A rank does to the rows that came to it what it would do to all rows, whichever they are, as long as the operator treats
-rows alike and takes no number of rows for an argument. So every operator on the way from a dispatch to the combines of
-the same route gets a variant of its rule, whose rows are split by their sources or by the groups that they were sent
-to. Products of groups of rows find the groups' matrices split alike. Where one operator on the way can not have such a
-variant, the route is not split at all.
+If an operator treats all rows in the same way and takes no number of rows as an argument, a rank can run it on any rows
+that it received. So every operator between a dispatch and the combines of the same route gets a variant of its rule,
+whose rows are split by source or group. For products of groups of rows, the groups' matrices are split alike. If one
+operator of the route cannot have such a variant, the route is not split at all.
 
 Source: GShard 3.2, expert parallelism; what is sent is not padded to a capacity, so that no token is dropped.
 """
@@ -37,18 +36,18 @@ from autoshard.specs.emitter import collectives
 
 _ROUTED_FACTORS = ("source", "group")
 _ROUTE = ([["source", "repeats"]], [["source", "repeats"]], ["ways", "counted"])
-"""Dims of the order of rows, of their places on arrival, and of the counts of what is sent and arrives."""
+"""Dims of the order of rows, of their places on arrival, and of the counts of sent and received rows."""
 
 
 def _with_routed_tensors(rule: Rule, tensors: Collection[int]) -> Rule:
-    """Return a rule of a route's operator, with tensors whose rows the data places; results count after operands."""
+    """Mark tensors of a rule, by index (operands, then results), as routed, and its factors."""
     factors = (replace(each, routed=each.name if each.name in _ROUTED_FACTORS else "") for each in rule.factors)
     return replace(rule, factors=tuple(factors), routed=frozenset(tensors))
 
 
 @rule_maker("autoshard::group")
 def _group(call: OpCall) -> Rule:
-    """The ranks tell each other how many rows of each group they send."""
+    """Ranks exchange the numbers of rows of each group that they send."""
     (ids,) = call.operands
     groups = call.arg("groups")
     sizes = {"source": ids.shape[0], "repeats": 1, "group": groups, "ways": 2, "counted": groups}
@@ -67,10 +66,10 @@ def _group(call: OpCall) -> Rule:
 @if_sharded("group")
 def _local_group(call: LocalCall) -> Any:
     order, places, splits, ends = call.run()
-    # One axis: `fits` offers no strategy that sends rows over several.
+    # One axis, since `fits` allows no strategy that sends rows over several.
     (axis,), emit = call.axes("group"), call.emit
     ranks, groups = emit.mesh.sizes[axis], call.arg("groups")
-    sent = splits.select(0, 0)  # how many rows of each group this rank sends
+    sent = splits.select(0, 0)  # rows of each group that this rank sends
     each = [groups // ranks] * ranks
     received = emit.collective(collectives.all_to_all_single.default, sent, each, each, axis=axis)
     places, ends = emit.call(exchange_ops.arrivals.default, received, ranks, call.result_shape(1)[0])
@@ -78,15 +77,15 @@ def _local_group(call: LocalCall) -> Any:
 
 
 def _row_dims(meta: TensorMeta) -> dict[str, int]:
-    """The dims of rows, which lie along the first dim of a tensor."""
+    """The dims of a row; rows are along the first dim of a tensor."""
     return {f"d{dim}": size for dim, size in enumerate(meta.shape[1:], start=1)}
 
 
 @rule_maker("autoshard::dispatch", "autoshard::combine")
 def _move_rows(call: OpCall) -> Rule:
-    """Rows to the ranks of their groups, `(values [T, ...], route) -> [S, ...]`; or back to the ranks of their tokens.
+    """Send rows to the ranks of their groups, or back to those of their tokens.
 
-    The rows that go back are as many as come back: `(rows [S, ...], route) -> [S, ...]`.
+    `(values [T, ...], route) -> [S, ...]`, or `(rows [S, ...], route) -> [S, ...]`.
     """
     values, groups = call.operands[0], call.operands[-1].shape[1]
     dispatches = call.op is routing.dispatch.default
@@ -110,7 +109,7 @@ def _move_rows(call: OpCall) -> Rule:
 @if_sharded("group")
 def _local_dispatch(call: LocalCall) -> Any:
     values, order, places, splits = call.operands
-    # `order` numbers rows, each token having so many of them behind each other.
+    # `order` contains indices of rows; each token has `repeats` consecutive rows.
     tokens = order.floor_divide(call.size("repeats"))
     arrived = _exchange_rows(call, values.index_select(0, tokens), splits, back=False)
     return arrived.index_select(0, places)
@@ -126,10 +125,10 @@ def _local_combine(call: LocalCall) -> Any:
 
 @rule_maker("autoshard::spread", "autoshard::collect")
 def _group_table(call: OpCall) -> Rule:
-    """Rows and a table with an entry for every group, of which one is made of the other.
+    """Rows from a table with an entry for every group, or the reverse.
 
-    `spread(table [groups, ...], places, ends) -> rows [S, ...]`: a rank needs the entries of its own groups alone.
-    `collect(rows [S, ...], places, ends) -> [groups, ...]`: each rank adds up the rows that it holds.
+    `spread(table [groups, ...], places, ends) -> rows [S, ...]`: a rank needs only the entries of its own groups.
+    `collect(rows [S, ...], places, ends) -> [groups, ...]`: each rank sums the rows that it holds.
     """
     spreads = call.op is routing.spread.default
     table, rows = (call.operands[0], call.result) if spreads else (call.result, call.operands[0])
@@ -152,17 +151,17 @@ def _exchange_rows(call: LocalCall, rows: Any, splits: Any, back: bool) -> Any:
     return emit.call(exchange_ops.exchange.default, rows, splits, emit.mesh.sizes[axis], back, emit.group(axis))
 
 
-# Products of groups of rows with a matrix of their own each, as in a mixture of experts.
+# Products of groups of rows with one matrix per group, as in a mixture of experts.
 #
-# The groups lie behind each other along one dim, and `offs` says where each of them ends. A rank that holds a stretch
-# of that dim cuts the ends to its stretch. A rank that holds some of the groups needs only their elements: it turns the
-# dim round until they come first, so that the operator computes them and no others.
+# Groups are consecutive along one dim, and `offs` has their ends. A rank with a stretch of that dim clamps the ends to
+# its stretch. A rank with some of the groups needs only their elements: it rotates the dim until they come first, so
+# that the operator computes only them.
 
 _ALIGNED_BYTES = 16
-"""Rows must begin at multiples of so many bytes, which a shard of a row must keep to."""
+"""Rows, and shards of rows, must start at multiples of this number of bytes."""
 
 GROUPED_DIM = {(2, 3): "i", (2, 2): "k", (3, 2): "j"}
-"""The dim of a product `i k, k j -> i j` that the groups lie along, by the number of dims of its operands.
+"""The dim of the groups in a product `i k, k j -> i j`, by the numbers of dims of its operands.
 
 Two operands of three dims are a batch of matrices.
 """
@@ -171,7 +170,7 @@ Two operands of three dims are a batch of matrices.
 def _grouped_mm_or_zeros(
     left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`aten._grouped_mm`, also for a rank to which no rows were sent, where torch's kernel refuses."""
+    """`aten._grouped_mm`, also for a rank without rows, where torch's kernel fails."""
     if left.numel() and right.numel():
         product: Tensor = aten._grouped_mm.default(left, right, offs, bias, out_dtype)
         return product
@@ -212,7 +211,7 @@ def _grouped_mm(call: OpCall) -> Rule | None:
         linear=[{0}, {1}],
         local=None if grouped is None else _local_grouped_mm,
         uneven=True,
-        # No group reaches into padding, and groups that are padding are empty.
+        # No group extends into padding, and padding groups are empty.
         fill={} if grouped is None else {"g": None, grouped: None},
     )
 
@@ -230,23 +229,23 @@ def _local_grouped_mm(call: LocalCall) -> Any:
         left = _align_groups(call, left, 0 if grouped == "i" else 1, start)
     if grouped in "kj":
         right = _align_groups(call, right, 0 if grouped == "k" else 1, start)
-    # Routed rows may be none; torch's kernel asks for one at least.
+    # There may be no routed rows; torch's kernel requires at least one.
     op = _GROUPED_MM_OR_ZEROS if call.axes("group") else None
     product = call.run(op, operands=[left, right, ends])
     if start is None or grouped == "k":
         return product
     dim = 0 if grouped == "i" else 1
     computed = call.emit.arange(length, device=ends.device) < ends.slice(0, -1)
-    # Rows behind this rank's groups were not computed: they hold anything.
+    # Rows behind this rank's groups were not computed, and are undefined.
     product = call.emit.where(reshape_along(computed, dim, 2), product, 0)
     return _align_groups(call, product, dim, -start)
 
 
 def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
-    """A matrix whose dim `dim`, which the groups lie along, is the outer one in memory, so that groups are aligned.
+    """A matrix whose dim `dim`, that of the groups, is the outer one in memory, so that groups are aligned.
 
     Args:
-        start: the position whose element comes first, and what stands before it comes last; None to turn nothing.
+        start: the position to which the dim is rotated; None for no rotation.
     """
     emit = call.emit
     if dim == 1:
@@ -260,13 +259,13 @@ def _align_groups(call: LocalCall, value: Any, dim: int, start: Any) -> Any:
     return value.t() if dim == 1 else value
 
 
-# Products of groups of rows with a matrix of their own each, in eight bits, with a scale for every row and column.
+# 8-bit products of groups of rows with one matrix per group, with a scale for every row and column.
 #
-# The rows or columns that groups lie along may be cut: a rank counts the groups' ends in its stretch. Groups are not
-# shared, and neither is the contracted dim, whose sums are rounded.
+# The dim of the groups may be sharded if it is rows or columns: a rank clamps the groups' ends to its stretch. Groups
+# are not sharded, and neither is the contracted dim, whose sums are rounded.
 
 _UNIT = 16
-"""Kernels take so many elements of a row at a time."""
+"""Kernels require rows of a multiple of this number of elements."""
 
 
 @rule_maker("aten._scaled_grouped_mm")
@@ -279,7 +278,7 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
     rows, columns = left.shape[-2], right.shape[-1]
     groups = ends[0].shape[0] if ends else left.shape[0]
     if scale_a.shape not in ((rows,), (groups, rows), (groups * rows,)):
-        return None  # scales of blocks
+        return None  # blockwise scales
     sizes = {"g": groups, "i": rows, "k": left.shape[-1]}
     sizes["j"], sizes["j_lane"] = divide_into_units(columns, _UNIT)
     matrices = [["i"], ["k"]], [["k"], ["j", "j_lane"]]
@@ -289,7 +288,7 @@ def scaled_grouped_mm(call: OpCall) -> Rule | None:
             matrices[place].insert(0, ["g"])
             scales[place].insert(0, ["g"])
         elif grouped == "k":
-            scales[place][0].insert(0, "g")  # every group's scales behind each other
+            scales[place][0].insert(0, "g")  # scales of all groups, concatenated
     result = [["i"], ["j", "j_lane"]]
     return build(
         sizes,
@@ -307,16 +306,16 @@ def _local_scaled_grouped_mm(call: LocalCall) -> Any:
     if grouped is not None and call.axes(grouped):
         length = left.shape[0] if grouped == "i" else right.shape[1]
         rest[-1] = local_ends(call, rest[-1], grouped, length)
-    # Kernels want the first matrix by rows and the second by columns, however the shards came to lie.
+    # Kernels require a row-major first and a column-major second matrix, whatever the layout of the shards.
     right = right.transpose(-2, -1).contiguous().transpose(-2, -1)
     return call.run(operands=[left.contiguous(), right, *(value.contiguous() for value in rest)])
 
 
-# Hugging Face's product of groups of rows with a matrix each, which mixtures of experts call where `aten._grouped_mm`
-# does not serve (`transformers::grouped_mm_fallback`): rows, columns, contracted dim, and the groups.
+# Hugging Face's product of groups of rows with one matrix per group, the fallback of mixtures of experts for
+# `aten._grouped_mm` (`transformers::grouped_mm_fallback`): rows, columns, contracted dim, and the groups.
 #
-# The rows of groups that a rank does not hold are zero in its result, which is a partial sum. So expert weights may lie
-# by expert, or by any of their other dims, and are never gathered.
+# Rows of groups that a rank does not hold are zero in its result, a partial sum. So expert weights may be sharded by
+# expert, or by any of their other dims, and are never gathered.
 
 
 @rule_maker("transformers::grouped_mm_fallback")
@@ -363,7 +362,7 @@ _CUTS = frozenset({"aten::split", "aten::split_with_sizes", "aten::slice"})
 _GROUPED = frozenset(
     {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 )
-"""Operators that take the ends of groups, and whose rule calls the groups `g`."""
+"""Operators that take the ends of groups, with the factor `g` of groups in their rule."""
 
 _RESULTS_OF_GROUP = ("route", "route", "route", "ends")
 
@@ -373,17 +372,17 @@ _KINDS_OF: dict[Any, tuple[str, ...]] = {
     routing.spread.default: ("", "route", "ends", "rows"),
     routing.collect.default: ("rows", "route", "ends", ""),
 }
-"""Kinds of the operands of a route's operators, and of what they give; nothing for a tensor that lies as any other."""
+"""Kinds of the operands and results of a route's operators; "" for tensors that are not routed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoutedTensor:
-    """A tensor on the way of a route.
+    """A tensor of a route.
 
     Attributes:
         route: the node that groups the rows.
-        kind: rows; the ends of the groups among them; or the route itself, for dispatch and combine alone.
-        dim: that rows lie along.
+        kind: rows; the ends of the groups among them; or the route itself, only for dispatch and combine.
+        dim: the dim of the rows.
     """
 
     route: fx.Node
@@ -402,9 +401,9 @@ def with_routed_rows(
 
     Args:
         rules: of every node.
-        calls: of every operator, in the order in which they run.
+        calls: of every operator, in execution order.
         operands: the tensors that every operator takes.
-        outputs: the tensors that leave the graph.
+        outputs: the tensors that the graph returns.
     """
     ways = _RouteTracker()
     for node, call in calls.items():
@@ -422,11 +421,11 @@ class _RouteTracker:
     """The routes of a graph, followed from operator to operator.
 
     Attributes:
-        routed: the tensors on the way.
+        routed: the tensors of all routes.
         groups: the number of groups of every route.
-        ends: routes by the operators that are made for them, at which they begin and end.
-        variants: the route of every operator on the way, and its further variant.
-        closed: routes that can not be split.
+        ends: operator where a route begins or ends (group, dispatch, combine, ...) -> the route.
+        variants: the route of every other operator, and its further variant.
+        closed: routes that cannot be split.
     """
 
     routed: dict[Place, _RoutedTensor] = field(default_factory=dict)
@@ -437,7 +436,7 @@ class _RouteTracker:
     _variant_cache: dict[tuple[object, ...], Rule | None] = field(default_factory=dict)  # equal calls share one variant
 
     def begin(self, node: fx.Node, call: OpCall, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
-        """A route begins; if by the rows of another, neither can be split."""
+        """Begin a route; if it depends on the rows of another, neither can be split."""
         self.unsplittable |= {node} if operands_of_route else set()
         self.unsplittable |= {each.route for each in operands_of_route.values()}
         self.ends[node], self.groups[node] = node, call.arg("groups")
@@ -445,7 +444,7 @@ class _RouteTracker:
             self.routed[node, index] = _RoutedTensor(node, kind)  # type: ignore[arg-type]
 
     def follow(self, node: fx.Node, call: OpCall, rule: Rule, operands_of_route: Mapping[int, _RoutedTensor]) -> None:
-        """An operator takes routed tensors; if it does not know how, the route can not be split."""
+        """Follow routed tensors through an operator; if it has no variant for them, the route cannot be split."""
         route, *others = {each.route for each in operands_of_route.values()}
         kinds = [
             operands_of_route[position].kind if position in operands_of_route else ""
@@ -485,7 +484,7 @@ class _RouteTracker:
                 self.routed[node, index] = _RoutedTensor(route, "rows", along[0])
 
     def changed_rules(self, rules: Mapping[fx.Node, Rule]) -> dict[fx.Node, Rule]:
-        """The rules that are others now; equal ones stay one object."""
+        """The changed rules; equal ones stay one object."""
         extended: dict[tuple[int, int], Rule] = {}
         shut: dict[int, Rule] = {}
         changed = {}
@@ -496,7 +495,7 @@ class _RouteTracker:
                 changed[node] = extended.setdefault((id(rule), id(variant)), both)
         for node, route in self.ends.items():
             if route in self.unsplittable:
-                # The rows of an operator that routes stay whole.
+                # The rows of a routing operator are whole.
                 factors = (replace(each, shardable=each.shardable and not each.routed) for each in rules[node].factors)
                 whole = replace(rules[node], factors=tuple(factors))
                 changed[node] = shut.setdefault(id(rules[node]), whole)
@@ -506,17 +505,17 @@ class _RouteTracker:
 def routed_variant(
     rule: Rule, call: OpCall, dims: Mapping[int, int], ends: Collection[int], groups: int
 ) -> Rule | None:
-    """The variant of an operator's rule that splits routed rows; None where it can not have one.
+    """The variant of an operator's rule that splits routed rows; None where it cannot have one.
 
     Args:
-        dims: the operands that are routed rows, and the dim that these lie along.
-        ends: the operands that say where groups end.
+        dims: operands that are routed rows -> the dim of the rows.
+        ends: the operands that are ends of groups.
         groups: the number of groups.
     """
     rows = _rows_factor(rule, dims)
     if rows is None or any(factor.name in ("source", "group") for factor in rule.factors):
         return None
-    # Ends of groups are read by products of groups alone, which can not do without them.
+    # Only products of groups read the ends of groups, and they require them.
     if bool(ends) != (call.name in _GROUPED):
         return None
     grouped = rule.indices("g")[0] if ends and rule.indices("g") else len(rule.factors)
@@ -539,7 +538,7 @@ def routed_variant(
 
 
 def _rows_factor(rule: Rule, dims: Mapping[int, int]) -> int | None:
-    """The factor that rows are: the only one of their dim, nowhere else, and in the end added up if anything."""
+    """The factor of the rows: the only one of their dim, in no other dim, and at most summed over; None without one."""
     products = {rule.operands[position][dim] for position, dim in dims.items()}
     (factors,) = products if len(products) == 1 else ((),)
     if len(factors) != 1 or not rule.factors[factors[0]].shardable:
@@ -560,19 +559,19 @@ def _has(named: Dims | None, factor: int) -> bool:
 
 def _rows_program(rule: Rule, call: OpCall) -> tuple[bool, LocalProgram | None]:
     """Return True if the operator is known to run on any number of rows, and the program that does so."""
-    # Cuts are told places in other dims, which are the same however many rows there are.
+    # Cuts take positions in other dims, which do not depend on the number of rows.
     if rule.local is None or call.name in _GROUPED or call.name in _CUTS:
         return True, rule.local
     if call.op in _RESHAPES:
         return True, _reshape_rows
     if call.op is aten.slice_backward.default:
-        # The operator itself is told all sizes of its result, the number of rows among them.
+        # The operator itself takes all sizes of its result, including the number of rows.
         return True, slice_backward_by_padding
     return call.op is aten.expand.default, _expand_rows
 
 
 def _shape_with_any_rows(call: LocalCall) -> list[int]:
-    """The local shape of the result, with as many rows as there are."""
+    """The local shape of the result, with -1 for the number of rows."""
     rows, dims = call.rule.indices("source"), call.rule.results[0] or ()
     return [-1 if factors == rows else size for factors, size in zip(dims, call.result_shape(), strict=True)]
 

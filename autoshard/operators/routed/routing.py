@@ -1,9 +1,9 @@
 """Operators that send rows to groups and back, as a mixture of experts does with tokens, and their pattern in a graph.
 
-To rules for sorting and gathering, the order of sorted rows is just numbers. The operators of this file know that rows
-go to groups and come back: ranks that hold some of the groups are sent the rows of these groups and no others. Models
-sort the group of every row, gather the rows in that order, count where each group ends, and put the rows back by the
-inverse order; `replace_routing` puts the operators in place of these.
+To rules for sorting and gathering, the order of sorted rows is arbitrary data. The operators of this file express that
+rows are sent to groups and back, so that ranks with some of the groups get only the rows of these. Models sort the
+group of every row, gather the rows in that order, count where each group ends, and restore the rows by the inverse
+order; `replace_routing` replaces this by the operators.
 
 Source: GShard 3.2, dispatch and combine; MegaBlocks 4 for groups of any size, without capacity or padding.
 """
@@ -27,13 +27,13 @@ routing = torch.ops.autoshard
 
 
 def _group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the route of rows, given the group of each row `[S]`, to where rows lie sorted by group.
+    """Return the route of rows, given the group of each row `[S]`, to rows sorted by group.
 
     Returns:
-        `order [S]`: the permutation that sorts the rows, stably; `places [S]`: the permutation that sorts the rows that
-        arrive at this device, here the identity, as they arrive sorted; `splits [2, groups]`: the numbers of rows of
-        each group that this device sends, and that arrive; `ends [groups]`, int32: the end of each group among the rows
-        at this device.
+        `order [S]`: the permutation that stably sorts the rows; `places [S]`: the permutation that sorts the rows that
+        arrive at this device, here the identity, since they arrive sorted; `splits [2, groups]`: the numbers of rows of
+        each group that this device sends, and receives; `ends [groups]`, int32: the end of each group among the rows at
+        this device.
     """
     # Stable, so that a token's rows in one group keep their order on every mesh.
     ranked, order = ids.sort(stable=True)
@@ -50,24 +50,24 @@ def _group_like(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _dispatch(values: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
-    """Return rows sorted by group `[S, ...]` of values `[T, ...]`, each of which becomes S / T rows in turn."""
-    # Without rows there is nothing to divide by.
+    """Return rows `[S, ...]` sorted by group, of values `[T, ...]` that become S / T consecutive rows each."""
+    # Without rows, the divisor would be 0.
     return values.index_select(0, order // (order.shape[0] // values.shape[0]) if order.shape[0] else order)
 
 
 def _combine(rows: Tensor, order: Tensor, places: Tensor, splits: Tensor) -> Tensor:
-    """Return rows that lie sorted by group `[S, ...]` in the order that they had before."""
-    # Contiguous whatever the layout of `rows`, as `_rows_like` says.
+    """Return rows `[S, ...]` that are sorted by group in their original order."""
+    # Contiguous whatever the layout of `rows`, as in `_rows_like`.
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
 
 
 def _group_of_each(places: Tensor, ends: Tensor) -> Tensor:
-    """Return the group of each of the rows at this device, which lie sorted by group."""
+    """Return the group of each row at this device; rows are sorted by group."""
     return torch.searchsorted(ends, torch.arange(places.shape[0], dtype=ends.dtype, device=ends.device), right=True)
 
 
 def _spread(table: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-    """Return, for every row that lies sorted by group, the entry of its group in a table `[groups, ...]`."""
+    """Return, for every row in the order of groups, the entry of its group in a table `[groups, ...]`."""
     return table.index_select(0, _group_of_each(places, ends))
 
 
@@ -77,7 +77,7 @@ def _collect(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
 
 
 def _rows_like(values: Tensor, rows: Tensor, *_: Tensor) -> Tensor:
-    """Return as many rows as `rows` has, each like a row of `values`."""
+    """Return a fake tensor with as many rows as `rows`, each like a row of `values`."""
     return values.new_empty(rows.shape[0], *values.shape[1:])
 
 
@@ -99,12 +99,12 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _differentiate_by(inverse: str) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Return the backward of an operator whose gradient goes the way back, by another operator on the same route."""
+    """Return the backward of an operator whose gradient is another operator on the same route."""
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         route = ctx.saved_tensors
         back = getattr(routing, inverse)(grad, *route)
-        # A value that was dispatched as several rows gets the sum of their gradients.
+        # The gradient of a value that was dispatched as several rows is the sum of theirs.
         if inverse == "combine" and back.shape != ctx.shape:
             back = back.view(ctx.shape[0], -1, *ctx.shape[1:]).sum(1)
         return back, *(None for _ in route)
@@ -125,9 +125,9 @@ class _RoutingMatch:
         ids: the group of every row.
         groups: the number of groups.
         ends: nodes that compute where groups end.
-        gathered: nodes that gather rows in the order of their groups, with the nodes that they gather from.
-        returned: nodes that put rows back, with the rows.
-        looked_up: nodes that look up the group of every row in a table, such as a bias of each group, with the table.
+        gathered: nodes that gather rows in the order of their groups -> the nodes that they gather from.
+        returned: nodes that restore rows -> the rows.
+        looked_up: nodes that look up the group of every row in a table, such as a bias per group -> the table.
     """
 
     ids: fx.Node
@@ -139,10 +139,10 @@ class _RoutingMatch:
 
 
 def replace_routing(graph: fx.Graph) -> None:
-    """Replace nodes that sort rows by group, gather them, and put them back, by operators for it.
+    """Replace nodes that sort rows by group, gather them, and restore them, by routing operators.
 
-    A sort without the other steps stays as it is. Numbers stay the same, except for the order in which the gradients of
-    a value that became several rows are added.
+    A sort without the other steps is not changed. Results are the same, except for the order in which the gradients of
+    a value that became several rows are summed.
     """
     for sort in [node for node in graph.nodes if node.op == "call_function" and node.target in _SORTS]:
         match = _match_routing(sort)
@@ -175,7 +175,7 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
     gathered = [end for order in orders for end in _gathered_by(order)]
     inverses = [inverse for order in orders for inverse in _inverses(order)]
     returned = [(node, rows) for inverse in inverses for node, rows in _indexed_with(inverse)]
-    # A sort that is counted for different numbers of groups, or for none, is no routing.
+    # A sort with different numbers of groups, or none, is no routing.
     numbers = {groups for _, groups in counted}
     if len(numbers) != 1 or not gathered or not returned:
         return None
@@ -188,7 +188,7 @@ def _match_routing(sort: fx.Node) -> _RoutingMatch | None:
 
 
 def _ends_of(value: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the nodes that count, from the groups of all rows, where each group ends, with the number of groups."""
+    """Yield the nodes that compute the end of each group from the groups of all rows, with the number of groups."""
     for user in value.users:
         if user.target in _CASTS:
             yield from _ends_of(user)
@@ -202,7 +202,7 @@ def _ends_of(value: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 def _gathered_by(order: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the nodes that gather in this order from rows, or from values that become several rows each."""
-    # A token that goes to k experts has k rows in turn: row // k is its place.
+    # A token of k experts has k consecutive rows: row // k is its index.
     rows = order.meta["val"].shape[0]
     for index, repeats in [(order, 1), *_floor_divisions(order)]:
         for node, values in _indexed_with(index):
@@ -257,7 +257,7 @@ def _replace(graph: fx.Graph, sort: fx.Node, match: _RoutingMatch) -> None:
     order, places, splits, ends = route
     for node in match.ends:
         _substitute(node, ends)
-    # Rows come back first: their weights are found by the nodes that gather them, which are replaced next.
+    # Returned rows first: their weights are found by the nodes that gather them, which are replaced next.
     for node, rows in match.returned:
         weights, rows = _weights_and_rows(rows, dict(match.gathered))
         with graph.inserting_before(node):
@@ -275,13 +275,13 @@ def _replace(graph: fx.Graph, sort: fx.Node, match: _RoutingMatch) -> None:
             rows = _call(graph, routing.spread.default, (table, places, ends), node)
         _substitute(node, rows)
     for sort_order in _sorted_and_order(sort)[1]:
-        sort_order.replace_all_uses_with(order)  # an unstable sort may order equal numbers in another way
+        sort_order.replace_all_uses_with(order)  # an unstable sort may order equal numbers differently
 
 
 def _weights_and_rows(rows: fx.Node, gathered: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, fx.Node]:
     """Return the weights, in the order before the sort, by which `rows` were multiplied, and the rows without."""
-    # The product is the same after the rows are back. Then no weights are sent, and rows of half precision are not sent
-    # as the float32 that the product with their weights has.
+    # The product is the same after the rows are restored. Then no weights are sent, and rows of half precision are not
+    # sent as float32, the dtype of their product with weights.
     if rows.target is not aten.mul.Tensor or len(rows.users) > 1 or rows.meta["val"].dim() != 2:
         return None, rows
     for factor, values in (rows.args, reversed(rows.args)):

@@ -1,9 +1,9 @@
 """Convolutions: batch, input and output channels, groups and positions may be sharded.
 
 Positions are sharded where the larger image has exactly `stride` positions for each of the smaller one, as with "same"
-padding: every rank then computes its stretch of the result from its stretch of the operand and a halo, the rows next to
-it, which belong to the neighbours. A convolution extends its operand by the rows that its windows reach. A transposed
-one gives back what it computed for the neighbours, to be added where it belongs, which is the adjoint; so do gradients.
+padding. Every rank then computes its stretch of the result from its stretch of the operand and a halo: the adjacent
+rows of the neighbours. A convolution extends its operand by the rows that its windows reach. A transposed convolution,
+and gradients, do the adjoint: they send rows computed for the neighbours to them, which add them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.patterns.ops.matmul import with_added
 from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import Exchange, OpCall, Rule, TensorMeta
 
-# Windows over sharded positions, and halos; pooling has them, too.
+# Windows over sharded positions, and halos; pooling uses them, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Halo:
     """Rows of the neighbours that a window needs along one sharded dim.
 
     Attributes:
-        name: the factor that is sharded.
+        name: the sharded factor.
         dim: the dim of the tensor.
-        before: rows of the rank before, at most as many as a stretch has.
-        after: rows of the rank after; negative where the window leaves out the last rows of the stretch.
+        before: rows of the previous rank, at most as many as a stretch has.
+        after: rows of the next rank; negative where windows do not reach the last rows of the stretch.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Halo:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The dims of positions of two images, over which windows slide: one of the smaller image has a position for each.
+    """The position dims of two images: windows slide over the larger one, one per position of the smaller one.
 
     Attributes:
-        small: dims of positions of the smaller image, in the notation of rules.
-        large: those of the larger one.
+        small: position dims of the smaller image, in the notation of rules.
+        large: position dims of the larger image.
         sizes: sizes of the names in them.
-        halos: for every dim that can be sharded, what the windows of a stretch need of the larger image besides it.
+        halos: for every dim that can be sharded, the rows of the larger image around a stretch that its windows need.
     """
 
     small: list[str]
@@ -61,11 +61,11 @@ class Windows:
     halos: list[Halo]
 
     def sharded_halos(self, call: LocalCall) -> list[Halo]:
-        """The halos of those dims that are sharded here."""
+        """The halos of the dims that are sharded in this call."""
         return [halo for halo in self.halos if call.axes(halo.name)]
 
     def exchanges(self, large: TensorMeta, tensors: int = 1) -> dict[str, list[Exchange]]:
-        """Bytes of exchanging the borders of every stretch, for so many tensors as large as `large`."""
+        """Bytes of the halo exchanges of `tensors` tensors of the size of `large`, by factor."""
         return {
             halo.name: [("gather_of_each", halo.rows * large.bytes // large.shape[halo.dim])] * tensors
             for halo in self.halos
@@ -80,25 +80,24 @@ def windows_over(
     before: Sequence[int],
     reaches: Sequence[int],
 ) -> Windows:
-    """Return the factors of the dims of positions, which are sharded into stretches no shorter than the halo.
+    """Return the factors of position dims, which are sharded into stretches no shorter than the halo.
 
-    The larger image must have exactly `stride` positions for each of the smaller one, so that a stretch of the one
-    belongs to a stretch of the other.
+    The larger image must have exactly `stride` positions for each of the smaller one, so that stretches correspond.
 
     Args:
-        first: the first dim of positions of both images.
-        small: sizes of the smaller image; 0 where windows lie in no such order.
-        large: sizes of the larger one.
-        strides: by which windows move.
-        before: positions by which the first window begins before the larger image (the padding).
-        reaches: positions from the first to the last of a window.
+        first: the first position dim of both images.
+        small: sizes of the smaller image; 0 where windows are not in this order.
+        large: sizes of the larger image.
+        strides: of the windows.
+        before: padding before the larger image.
+        reaches: distance from the first to the last position of a window.
     """
     windows = Windows([], [], {}, [])
     for place, (less, more, stride, ahead, reach) in enumerate(
         zip(small, large, strides, before, reaches, strict=True)
     ):
         after = reach - ahead - stride + 1
-        # The halo of a stretch may not reach beyond the neighbour: a stretch has at least `least` windows.
+        # A halo must not reach beyond the neighbour: a stretch has at least `least` windows.
         parts = (part for part in range(1, less + 1) if less % part == 0 and part * stride >= max(ahead, after))
         least = next(parts, 0)
         if more != less * stride or least in (0, less):
@@ -113,32 +112,32 @@ def windows_over(
 
 
 def window_settings(values: Sequence[int] | int, count: int) -> Sequence[int]:
-    """A setting of windows for every dim of positions; one number may stand for all of them."""
+    """A setting of windows for every position dim; one number may stand for all of them."""
     if isinstance(values, int):
         return [values] * count
     return values if len(values) > 1 else list(values) * count
 
 
 def padding_beside(halos: Iterable[Halo], first: int, padding: Sequence[int]) -> list[int]:
-    """The padding of dims of positions, the first of which is `first`: none where a halo takes its place."""
+    """The padding of position dims, `first` and on, with 0 where a halo replaces it."""
     bare = {halo.dim - first for halo in halos}
     return [0 if place in bare else size for place, size in enumerate(padding)]
 
 
 def extend_by_halos(call: LocalCall, value: Any, halos: Iterable[Halo], fill: float = 0.0) -> Any:
-    """`value` with its neighbours' rows around it along several dims; `fill` in place of them at the two ends."""
+    """Extend `value` by its neighbours' rows along several dims; by `fill` at the two ends."""
     for halo in halos:
-        # Its last rows stand before the next rank's stretch, its first rows behind the stretch before.
+        # This rank's last rows precede the next stretch; its first rows follow the previous one.
         borders = [_last_rows(value, halo.dim, halo.before), _first_rows(value, halo.dim, max(halo.after, 0))]
         before, behind = _neighbour_borders(call, borders, halo, fill)
-        if halo.after < 0:  # the stretch's own windows end before its last rows, which the next rank's may read
+        if halo.after < 0:  # this stretch's windows do not reach its last rows; the next rank's may
             value = value.slice(halo.dim, 0, value.shape[halo.dim] + halo.after)
         value = _concatenate(call, [before, value, behind], halo.dim)
     return value
 
 
 def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
-    """The adjoint of `extend_by_halos`: rows computed for the neighbours go to them and are added to theirs."""
+    """The adjoint of `extend_by_halos`: send the rows computed for the neighbours, who add them to theirs."""
     for halo in halos:
         dim, after = halo.dim, max(halo.after, 0)
         rows = value.shape[dim] - halo.before - after
@@ -149,7 +148,7 @@ def fold_halos(call: LocalCall, value: Any, halos: Iterable[Halo]) -> Any:
             inner, rows = _concatenate(call, [inner, _zeros(inner, dim, -halo.after)], dim), rows - halo.after
         for part, place in ((back[0], slice(0, after)), (back[1], slice(rows - halo.before, rows))):
             if part is not None:
-                # Padded and added, since a program has no writing in place.
+                # Pad and add: programs have no in-place writes.
                 around = (_zeros(inner, dim, count) for count in (place.start, inner.shape[dim] - place.stop))
                 inner = inner + _concatenate(call, [next(around), part, next(around)], dim)
         value = inner
@@ -177,7 +176,7 @@ def _zeros(like: Any, dim: int, rows: int) -> Any:
 
 
 def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: float) -> list[Any]:
-    """The first border of the rank before and the second of the rank after; `fill` where there is no such rank."""
+    """The first border of the previous rank and the second of the next rank; `fill` where there is none."""
     if all(border is None for border in borders):
         return borders
     # One gather of both borders: an exchange with neighbours alone would branch on the rank.
@@ -189,11 +188,11 @@ def _neighbour_borders(call: LocalCall, borders: list[Any], halo: Halo, fill: fl
 
 
 def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: slice, fill: float) -> Any:
-    """Rows at `place` of what the rank `step` further on has in `ranks`; `fill` where there is no such rank."""
+    """Rows `place` of the rank `step` places further, from the stacked `ranks`; `fill` where there is none."""
     last = call.share(halo.name) - 1
     neighbour = call.position(halo.name) + step
     outside = neighbour < 0 if step < 0 else neighbour > last
-    # The ranks at the ends have one neighbour: they read any rank's rows, which `fill` replaces.
+    # The ranks at the ends read any rank's rows, which `fill` then replaces.
     row = ranks.index_select(0, neighbour.clamp(0, last).view([1])).squeeze(0)
     return row.slice(halo.dim, place.start, place.stop).masked_fill(outside, fill)
 
@@ -202,7 +201,7 @@ def _neighbour_rows(call: LocalCall, ranks: Any, halo: Halo, step: int, place: s
 
 
 def _windows(call: OpCall) -> Windows:
-    """The dims of positions; the larger image is the operand, or the result of a transposed convolution."""
+    """The position dims; the larger image is the operand, or the result of a transposed convolution."""
     images = shape_of(call, "input")[2:], _result_meta(call).shape[2:]
     small, large = images if call.arg("transposed") else reversed(images)
     kernels = shape_of(call, "weight")[2:]
@@ -234,8 +233,8 @@ def _operand_dims(call: OpCall, windows: Windows) -> dict[str, str]:
 
 
 def _convolution_rule(call: OpCall, windows: Windows, tensors: int, **options: Any) -> Rule:
-    """The rule of either half, which exchanges the halos of so many tensors; other options as in `bind_named`."""
-    # The weight's first dim counts the channels of all groups: of outputs, or of inputs of a transposed convolution.
+    """The rule of forward or backward, with halo exchanges of `tensors` tensors; options as in `bind_named`."""
+    # The weight's first dim has the output channels of all groups; of a transposed convolution, the input channels.
     first, second = shape_of(call, "weight")[:2]
     groups, transposed = call.arg("groups"), call.arg("transposed")
     ways = ("i", "o") if transposed else ("o", "i")
@@ -244,13 +243,13 @@ def _convolution_rule(call: OpCall, windows: Windows, tensors: int, **options: A
         call,
         sizes={"g": groups, ways[0]: first // groups, ways[1]: second} | windows.sizes,
         exchange=windows.exchanges(large, tensors),
-        uneven=("n", "g", "o"),  # positions are not: a neighbour's rows lie at the very end of its stretch
+        uneven=("n", "g", "o"),  # positions are not: a neighbour's rows are at the very end of its stretch
         **options,
     )
 
 
 def _padding_arguments(call: LocalCall, halos: list[Halo]) -> dict[str, Any]:
-    """Settings in which the sharded dims are padded by their halos alone."""
+    """Padding arguments without padding of the sharded dims, whose halos replace it."""
     spatial = len(shape_of(call.call, "weight")) - 2
     return {
         name: padding_beside(halos, 2, window_settings(call.arg(name), spatial))
@@ -280,7 +279,7 @@ def _convolution(call: LocalCall) -> Any:
     changed = {"groups": call.size("g"), **_padding_arguments(call, halos)}
     position = call.position("i")
     if "bias" in values and position is not None:
-        # Every rank of a contracted factor adds the bias: only the first may have one.
+        # Only the first rank of a contracted factor may add the bias.
         values["bias"] = values["bias"] * position.eq(0)
     if not call.arg("transposed"):
         values["input"] = extend_by_halos(call, values["input"], halos)
@@ -288,7 +287,7 @@ def _convolution(call: LocalCall) -> Any:
     # A transposed convolution.
     if not halos or "bias" not in values:
         return fold_halos(call, call.run(operands=list(values.values()), **changed), halos)
-    # Rows that go to a neighbour are added to rows that have the bias already.
+    # Rows sent to a neighbour are added to rows that already have the bias.
     zeros = call.emit.zeros_like(values["bias"])
     result = call.run(operands=[values["input"], values["weight"], zeros], **changed)
     bias = values["bias"].view([-1, *[1] * (len(result.shape) - 2)])
@@ -299,14 +298,14 @@ def _convolution(call: LocalCall) -> Any:
 def convolution_backward(call: OpCall) -> Rule:
     """Gradients of input, weight and bias.
 
-    The input's is partial over output channels, the weight's and the bias's over batch and positions. Ranks that hold
-    different input channels all see the whole incoming gradient, so the bias's gradient is whole on each.
+    The input's is partial over output channels, the weight's and the bias's over batch and positions. The bias's is
+    whole on ranks with different input channels, since all of them have the whole incoming gradient.
     """
     windows = _windows(call)
     items = _operand_dims(call, windows)
     wanted = tuple(call.arg("output_mask"))
     linear = [{"grad_output"}]
-    # Each gradient is bilinear: where it is asked for alone, in the other operand that it depends on, too.
+    # Each gradient is bilinear: if it is the only one wanted, it is linear in its other operand, too.
     if wanted == (False, True, False):
         linear.append({"input"})
     if wanted == (True, False, False):
@@ -336,11 +335,11 @@ def _convolution_backward(call: LocalCall) -> Any:
     large = "grad_output" if transposed else "input"
     gradient = values["grad_output"]
     values[large] = extend_by_halos(call, values[large], halos)
-    # The bias is summed apart: the rows of a halo are the neighbours' to sum.
+    # The bias's gradient is summed separately, without the rows of halos, which the neighbours sum.
     mask = [wanted[0], wanted[1], wanted[2] and not transposed]
     grad_input, grad_weight, grad_bias = call.run(operands=list(values.values()), output_mask=mask, **changed)
     if wanted[0] and not transposed:
-        # The adjoint of several extensions: undone in the other order, so that corners go through both neighbours.
+        # The adjoint of several extensions is in reverse order, so that corners pass through both neighbours.
         grad_input = fold_halos(call, grad_input, list(reversed(halos)))
     if wanted[2] and transposed:
         dims = [dim for dim in range(len(gradient.shape)) if dim != 1]
@@ -358,8 +357,8 @@ def _conv_tbc(call: OpCall) -> Rule:
     return bind(text, call, linear="0+2, 1+2", local=local, uneven=("b", "o"), fill={"i": 0.0})
 
 
-# Gradients of input, weight and bias, which is read for its shape alone. Whatever input channels a rank has, it sums
-# the whole gradient of the bias.
+# Gradients of input, weight and bias; only the bias's shape is read. A rank sums the whole gradient of the bias,
+# whichever input channels it has.
 rule(
     "aten.conv_tbc_backward",
     "time! b o, t! b i, k! i o, o -> t! b i, k! i o, o",

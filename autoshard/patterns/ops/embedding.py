@@ -1,8 +1,7 @@
-"""Rows of tables by index, and sums, means and maxima of bags of them.
+"""Embeddings: rows of tables by index, and sums, means and maxima of bags of them.
 
-The vocabulary may be sharded. A rank that holds a stretch of it looks up the indices that fall into the stretch and
-leaves zeros for the others: the sum over ranks is the embedding (vocabulary parallelism, as for a sharded table in
-Whale 3.2.2).
+The vocabulary may be sharded. A rank looks up the indices within its stretch and returns zeros for the others: the sum
+over ranks is the embedding (vocabulary parallelism, as for a sharded table in Whale 3.2.2).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from autoshard.patterns.rule import OpCall, Rule
 
 @rule_maker("aten.embedding")
 def embedding(call: OpCall) -> Rule:
-    """Rows of the table; linear in the table."""
+    """Table rows; linear in the table."""
     # Indices never point at padding of the table.
     return bind("v^ d, ... -> ... d", call, linear="0", local=_embedding, uneven=("d", "..."), fill={"v": None})
 
@@ -43,7 +42,7 @@ def _embedding(call: LocalCall) -> Any:
 @rule_maker("aten.embedding_dense_backward")
 def embedding_dense_backward(call: OpCall) -> Rule:
     """The gradient of the table: partial over the indices, sharded over the vocabulary without communication."""
-    counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
+    counted = call.arg("scale_grad_by_freq")  # frequencies count all indices
     return bind(
         "... d, ... -> v^ d",
         call,
@@ -61,14 +60,14 @@ def _embedding_dense_backward(call: LocalCall) -> Any:
     local, skipped = local_positions(call, indices, "v", stretch)
     if call.arg("padding_idx") >= 0:
         skipped = skipped.logical_or(indices.eq(call.arg("padding_idx")))
-    # The operator skips the padding index: all indices that are not this rank's become that.
+    # The operator skips the padding index: set all indices of other ranks to it.
     return call.run(operands=[gradient, local.masked_fill(skipped, -1)], num_weights=stretch, padding_idx=-1)
 
 
-# ATen's bags of embeddings, which lie one after another in one dim, each as long as the offsets say.
+# ATen's bags of embeddings: concatenated in one dim, with offsets.
 #
-# Bags stay together, since no shard could tell where its own begin. Embedding dim and, but for maxima, vocabulary may
-# be sharded: a rank that holds a stretch of the vocabulary adds up those rows of every bag that it has.
+# The dim of bags is whole, since a shard could not tell where its bags begin. The embedding dim may be sharded, and so
+# may the vocabulary, except for maxima: a rank sums the rows of every bag within its stretch of the vocabulary.
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # what ATen's `mode` arguments mean
 _OFFSET_DIMS = {
@@ -89,7 +88,7 @@ def _maxima_dims(shape: tuple[int, ...]) -> str:
 
 @rule_maker("aten._embedding_bag", "aten._embedding_bag_forward_only")
 def offset_bags(call: OpCall) -> Rule:
-    """Forward: the rows' sums, means or maxima, and what tells bags apart, which is the same for all columns."""
+    """Forward: sums, means or maxima of rows, and the indices of bags, which are the same for all columns."""
     maxima = call.results[3]
     assert maxima is not None
     return bind_named(
@@ -99,7 +98,7 @@ def offset_bags(call: OpCall) -> Rule:
         reduce={"d": None, "v": ("sum", None, None, None)},
         whole=("v",) if call.arg("mode") == _MAX else (),
         local=_offset_bags,
-        # Rows of other ranks are read with a weight of zero, from the first of this rank's, which may be padding.
+        # Rows of other ranks are read as this rank's first row, which may be padding, with weight 0.
         fill={"d": None, "v": 0.0},
     )
 
@@ -112,7 +111,7 @@ def _offset_bags(call: LocalCall) -> Any:
     place, outside = localize_bag_indices(call, call.operand_shape(0)[0], padding)
     weights = masked_weights(call, table, values.get("per_sample_weights"), outside)
     sums = emit.call(call.call.op, table, place, offsets, False, _SUM, False, weights, last, -1)[0]
-    # What tells bags apart does not depend on the table: one of two rows does as well, for padding and for all else.
+    # The indices of bags do not depend on the table: use one of two rows, for padding and for everything else.
     tiny, is_padding = table.new_zeros([2, 1]), values["indices"].eq(padding).to(torch.int64)
     settings = (False, call.arg("mode"), False, values.get("per_sample_weights"), last, 1 if padding >= 0 else -1)
     _, *apart = emit.call(call.call.op, tiny, is_padding, offsets, *settings)
@@ -126,7 +125,7 @@ def offset_bags_backward(call: OpCall) -> Rule | None:
     """The gradient of the table, unless it is asked for as a sparse tensor."""
     if "dense" not in call.name and call.arg("sparse"):
         return None
-    counted = call.arg("scale_grad_by_freq")  # the frequency of a word is that among all indices
+    counted = call.arg("scale_grad_by_freq")  # frequencies count all indices
     items = _OFFSET_DIMS | {"maximum_indices": _maxima_dims(shape_of(call, "maximum_indices"))}
     whole = ("v",) if counted or call.arg("mode") == _MAX else ()
     return bind_named(call, items, ["v^ d"], linear=[{"grad"}], whole=whole, local=_offset_bags_backward, uneven=True)
@@ -146,7 +145,7 @@ def _offset_bags_backward(call: LocalCall) -> Any:
 
 
 def _bag_of_index(call: LocalCall) -> Any:
-    """The number of the bag that every index is in; kernels that do not need it leave it out of their results."""
+    """The bag of every index; computed where kernels do not return it."""
     values = named_values(call)
     if "offsets" not in values:
         return values["offset2bag"]
@@ -155,11 +154,11 @@ def _bag_of_index(call: LocalCall) -> Any:
     return offsets.searchsorted(order, right=True) - 1
 
 
-# Rows' weights, of either kind of bags.
+# Weights of rows, for both kinds of bags.
 
 
 def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[Any, Any]:
-    """Return the indices within this rank's stretch of `v`, and flags of those of other ranks and of padding."""
+    """Return the indices relative to this rank's stretch of `v`, and a mask of those of other ranks and of padding."""
     indices = named_values(call)["indices"]
     place, outside = localize_index(call, indices, "v", stretch)
     if padding >= 0:
@@ -168,7 +167,7 @@ def localize_bag_indices(call: LocalCall, stretch: int, padding: int) -> tuple[A
 
 
 def masked_weights(call: LocalCall, like: Any, weights: Any, outside: Any) -> Any:
-    """Return the weights of rows: one where there are none, and zero for rows that do not count."""
+    """Return the weights of rows: 1 by default, and 0 for rows `outside`."""
     if weights is None:
         weights = like.new_ones(list(outside.shape))
     return weights.masked_fill(outside, 0.0)
@@ -183,20 +182,20 @@ def bags_weights_backward(call: OpCall, dims: dict[str, str], result: str, uneve
 
 @if_sharded("v")
 def _bags_weights_backward(call: LocalCall) -> Any:
-    """The gradient from the rows that this rank holds: zero for the others."""
+    """The gradient from this rank's rows; zero for the others."""
     table, padding = ("table", "padding") if call.call.op.namespace == "autoshard" else ("weight", "padding_idx")
     values = named_values(call)
     values["indices"], outside = localize_bag_indices(call, values[table].shape[0], call.arg(padding))
-    # No index is padding any more: what was, is `outside`.
+    # Padding is part of `outside`, so no index is padding any more.
     return call.run(operands=list(values.values()), **{padding: -1}).masked_fill(outside, 0.0)
 
 
-# Reductions of segments of a dim: the dim and the list of segments are whole, all other dims run side by side.
+# Reductions of segments of a dim: the dim and the segments are whole, all other dims are batch dims.
 
 
 @rule_maker("aten.segment_reduce", "aten._segment_reduce_backward")
 def _segments(call: OpCall) -> Rule | None:
-    """Segments are given by their lengths, or by their ends, which are one more; those by index are replicated."""
+    """Segments are given by lengths, or by offsets, which are one more; segments by index are replicated."""
     backward = call.name == "aten::_segment_reduce_backward"
     if not backward and call.arg("indices") is not None:
         return None

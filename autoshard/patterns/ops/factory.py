@@ -1,7 +1,7 @@
-"""Operators that make tensors out of nothing, or out of another tensor's shape.
+"""Factory operators: tensors from no operands, or from another tensor's shape.
 
-A tensor that is the same everywhere is made at its local size. One whose elements follow from their positions is made
-where it is needed, from the positions that a rank holds.
+A constant tensor is made at its local size. A tensor whose elements depend on their positions is made from the
+positions that a rank holds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ rule_maker(
 
 @rule_maker("aten.empty_strided", "aten.empty_permuted")
 def _empty(call: OpCall) -> Rule:
-    """Empty tensors; a shard is row-major, since the strides in the call are those of the whole tensor."""
+    """Empty tensors; a shard is contiguous, since the call's strides are those of the whole tensor."""
 
     def local(program: LocalCall) -> Any:
         return program.emit.empty(list(program.result_shape()), dtype=call.result.dtype, device=program.emit.home)
@@ -66,7 +66,7 @@ rule(["aten.ones_like", "aten.full_like", "aten.empty_like"], "... -> ...")
 
 @rule_maker("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
 def _new(call: OpCall) -> Rule:
-    """Only the dtype of the operand matters: dims of equal size lie alike, or in any way."""
+    """Only the dtype of the operand matters: dims of equal size are sharded alike; a variant shards them freely."""
     pairs = zip(call.operands[0].shape, call.result.shape, strict=False)
     alike = {dim for dim, (size, new_size) in enumerate(pairs) if size == new_size}
     rule = _new_rule(call, alike)
@@ -74,7 +74,7 @@ def _new(call: OpCall) -> Rule:
 
 
 def _new_rule(call: OpCall, alike: set[int]) -> Rule:
-    """Operand and result share the dims `alike`; what else the operand is split by, the result does not have."""
+    """Operand and result share the dims `alike`; the operand's other factors do not occur in the result."""
     shape, sizes = call.operands[0].shape, numbered_dims(call.result.shape)
     names = [f"d{dim}" if dim in alike else f"operand{dim}" for dim in range(len(shape))]
     unshared = factor_names("operand", len(shape))
@@ -82,7 +82,7 @@ def _new_rule(call: OpCall, alike: set[int]) -> Rule:
         sizes | dict(zip(names, shape, strict=True)),
         [names],
         [list(sizes)],
-        # The result does not depend on the elements of the operand: it is whole however these are split.
+        # The result does not depend on the operand's elements, so it is not partial however these are split.
         reductions=dict.fromkeys(unshared, (None,)),
         linear=[{0}] if call.name == "aten::new_zeros" else [],
         local=_local_new_empty if call.op == aten.new_empty_strided.default else run_resized("size"),
@@ -92,7 +92,7 @@ def _new_rule(call: OpCall, alike: set[int]) -> Rule:
 
 
 def _local_new_empty(call: LocalCall) -> Any:
-    # A shard is row-major: the strides in the call are those of the whole tensor.
+    # A shard is contiguous: the call's strides are those of the whole tensor.
     return call.operands[0].new_empty(list(call.result_shape()))
 
 
@@ -103,7 +103,7 @@ def _arange(call: OpCall) -> Rule:
 
 @rule_maker("aten.linspace")
 def _linspace(call: OpCall) -> Rule | None:
-    """Bounds that are tensors are not looked at; integers, which are rounded as the kernel likes, are made whole."""
+    """No rule for bounds that are tensors; integers are whole, since rounding depends on the kernel."""
     if call.operands or call.results[0] is None:
         return None
     if not call.result.dtype.is_floating_point:
@@ -125,7 +125,7 @@ def _local_arange(call: LocalCall) -> Any:
 
 @if_sharded("d0")
 def _local_linspace(call: LocalCall) -> Any:
-    """Counted from the start in the first half, and from the end in the second, as torch does."""
+    """Count from the start in the first half, and from the end in the second, as torch does."""
     start, end, steps = call.arg("start"), call.arg("end"), call.arg("steps")
     step = (end - start) / (steps - 1)
     place = positions(call, "d0", call.result_shape()[0], call.emit.home)
@@ -141,7 +141,7 @@ def _eye(call: OpCall) -> Rule:
 
 @if_sharded("d0", "d1")
 def _local_eye(call: LocalCall) -> Any:
-    # Compared, not filled along a diagonal: where the diagonal crosses a shard differs from rank to rank.
+    # Compare rows and columns: where the diagonal crosses a shard differs from rank to rank.
     rows, columns = _rows_and_columns(call, call.result_shape(), call.emit.home)
     return rows.eq(columns).to(result_dtype(call))
 
@@ -151,14 +151,13 @@ def _local_eye(call: LocalCall) -> Any:
     *(f"aten.{kind}_window" for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser")),
 )
 def _constant(call: OpCall) -> Rule | None:
-    """Small tables that nothing depends on: made whole; slicing a constant costs nothing."""
+    """Small tables without operands, made whole; slicing a constant costs nothing."""
     return None if call.operands else _factory_rule(call, whole=True)
 
 
 # Triangles and diagonals of matrices.
 #
-# Whether an element lies in a triangle follows from its row and column: a rank that holds a stretch of either counts
-# from where that stretch begins.
+# Row and column tell whether an element is in a triangle: a rank counts from the start of its stretch of either.
 
 
 @rule_maker("aten.tril", "aten.triu")
@@ -181,7 +180,7 @@ def _local_triangle(call: LocalCall) -> Any:
 
 
 def _rows_and_columns(call: LocalCall, shape: Sequence[int], device: torch.device) -> list[Any]:
-    """Rows, and columns, in the whole matrix of the elements that a rank holds, each to be broadcast to these."""
+    """Global row and column indices of a rank's elements, each broadcastable to them."""
     return [
         reshape_along(positions(call, f"d{len(shape) - 2 + place}", shape[-2 + place], device), place, 2)
         for place in (0, 1)
@@ -190,7 +189,7 @@ def _rows_and_columns(call: LocalCall, shape: Sequence[int], device: torch.devic
 
 @rule_maker("aten.trace")
 def _trace(call: OpCall) -> Rule:
-    """The sum of the diagonal, of which every shard holds a part."""
+    """The sum of the diagonal, partial over every sharded dim."""
     sizes = numbered_dims(call.operands[0].shape)
     return build(sizes, [list(sizes)], [[]], contiguous=sizes, linear=[{0}], local=_local_trace, uneven=True)
 
@@ -204,9 +203,9 @@ def _local_trace(call: LocalCall) -> Any:
 
 @rule_maker("aten.diagonal", "aten.diagonal_backward", "aten.diagonal_scatter", "aten.diag_embed")
 def _diagonal(call: OpCall) -> Rule:
-    """The two dims must be whole, and so must the diagonal, which is the last dim of what is taken or put back."""
+    """The two dims must be whole, and so must the diagonal, the last dim of what is extracted or written."""
     name = call.name
-    gives_matrices = name in ("aten::diagonal_backward", "aten::diag_embed")  # the matrices, of diagonals alone
+    gives_matrices = name in ("aten::diagonal_backward", "aten::diag_embed")  # matrices from diagonals
     full = call.result if gives_matrices else call.operands[0]
     thin = call.result if name == "aten::diagonal" else call.operands[-1]
     crossed = [call.arg("dim1") % len(full.shape), call.arg("dim2") % len(full.shape)]

@@ -1,8 +1,8 @@
-"""Images: pooling by windows, positions moved, and images at other positions.
+"""Images: pooling, rearrangements of positions, and resampling.
 
-Leading dims (batch, channels) are independent. As for convolutions, a dim of positions is sharded where the operand has
-exactly `stride` positions for each window; ranks exchange the rows that windows reach beyond a stretch. Where windows
-lie in no such order, positions are whole.
+Leading dims (batch, channels) are independent. As for convolutions, a position dim may be sharded where the operand has
+exactly `stride` positions for each window; ranks exchange the rows that windows reach beyond a stretch. Elsewhere
+positions are whole.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _pooled_shape(call: OpCall) -> tuple[int, ...]:
 
 
 def _windows(call: OpCall) -> Windows:
-    """The dims of positions, last in the operand."""
+    """The position dims, last in the operand."""
     shape, pooled, spatial = shape_of(call, "self"), _pooled_shape(call), _spatial_rank(call)
     kernels, paddings = (window_settings(call.arg(name), spatial) for name in ("kernel_size", "padding"))
-    # torch takes an empty stride for windows side by side.
+    # In torch, an empty stride is the window's size.
     strides = window_settings(call.arg("stride") or kernels, spatial)
     dilations = window_settings(call.arg("dilation") if "max" in call.name else 1, spatial)
     small = [
@@ -51,11 +51,11 @@ def _windows(call: OpCall) -> Windows:
 
 
 def _has_uniform_windows(call: OpCall, padding: int) -> bool:
-    """Return True if windows at the ends are like all others, but for padding that does not count."""
-    if call.arg("ceil_mode"):  # a last window may be cut off by the end
+    """Return True if windows at the ends are computed as all others, with padding as ordinary numbers."""
+    if call.arg("ceil_mode"):  # the last window may be cut off by the end
         return False
     if "max" in call.name:
-        return call.operands[0].dtype.is_floating_point  # integers have nothing infinitely small to pad with
+        return call.operands[0].dtype.is_floating_point  # integers have no -inf to pad with
     return padding == 0 or bool(call.arg("count_include_pad")) or call.arg("divisor_override") is not None
 
 
@@ -64,10 +64,7 @@ def _has_uniform_windows(call: OpCall, padding: int) -> bool:
     *(f"aten.max_pool{spatial}d_with_indices{half}.default" for spatial in (2, 3) for half in ("", "_backward")),
 )
 def pool(call: OpCall) -> Rule:
-    """Means of windows; their largest numbers, and where in the whole image each stands; or the operand's gradient.
-
-    Of the operand, the gradient looks at nothing but the shape.
-    """
+    """Average pooling; max pooling, with indices in the whole image; or gradients, which read the operand's shape."""
     lead, windows = factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call)), _windows(call)
     large, small = (" ".join([*lead, *dims]) for dims in (windows.large, windows.small))
     backward, largest = call.is_backward, "max" in call.name
@@ -84,7 +81,7 @@ def pool(call: OpCall) -> Rule:
 
 
 def _window_padding(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
-    """The padding of the windows, none where a halo takes its place."""
+    """The padding of the windows, 0 where a halo replaces it."""
     spatial = _spatial_rank(call.call)
     padding = window_settings(call.arg("padding"), spatial)
     return padding_beside(halos, len(shape_of(call.call, "self")) - spatial, padding)
@@ -102,11 +99,11 @@ def _pool(call: LocalCall) -> Any:
 
 
 def _pool_backward(call: LocalCall) -> Any:
-    """The gradient of the operand with its halos, which goes back to the neighbours."""
+    """The gradient of the operand with its halos, which are sent to the neighbours."""
     halos, values = _windows(call.call).sharded_halos(call), named_values(call)
     if not halos:
         return call.run()
-    # Read for its shape alone.
+    # Only its shape is read.
     values["self"] = values["self"].new_zeros(_extended_shape(call, halos))
     if "indices" in values:
         values["indices"] = _translate_indices(call, values["indices"], halos, inwards=True)
@@ -122,10 +119,7 @@ def _extended_shape(call: LocalCall, halos: Sequence[Halo]) -> list[int]:
 
 
 def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, inwards: bool) -> Any:
-    """Places in the whole image from places in this rank's stretch and its halos, or the other way round (`inwards`).
-
-    A place is the row-major number of a position among all of an image.
-    """
+    """Convert row-major indices in this rank's stretch with halos to the whole image, or the reverse (`inwards`)."""
     spatial = _spatial_rank(call.call)
     names = list(named_values(call))
     whole = shape_of(call.call, "self")
@@ -140,7 +134,7 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
             start = call.position(halo.name) * local[dim]
             start = start - halo.before
             place = place - start if inwards else place + start
-            # A window of which all numbers are infinitely small may point at what lies outside the image.
+            # The index of a window of -inf may be outside the image.
             place = place.clamp(0, target - 1)
         place = place * scale if scale > 1 else place
         total = place if total is None else total + place
@@ -148,9 +142,9 @@ def _translate_indices(call: LocalCall, indices: Any, halos: Sequence[Halo], *, 
     return total
 
 
-# Pooling to a given size, to random windows, and back: leading dims (batch, channels) are independent.
+# Adaptive, fractional and inverse pooling: leading dims (batch, channels) are independent.
 #
-# A mean over windows of one size, which lie side by side, may be sharded by positions too.
+# Positions of an average over adjacent windows of equal size may be sharded too.
 
 _IMAGES = (("2d", "h! w!", "y! x!"), ("3d", "t! h! w!", "z! y! x!"))
 
@@ -165,7 +159,7 @@ for _kind, _large, _small in _IMAGES:
 def _divided_dims(
     first: int, source: Sequence[int], result: Sequence[int], aligned: Sequence[bool]
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Dims of positions of an image and of what becomes of it, numbered from `first` on, and sizes of names.
+    """Position dims of an image and of its result, numbered from `first` on, and sizes of names.
 
     An aligned dim of the larger image has `e` positions for each position `x` of the smaller one.
     """
@@ -183,7 +177,7 @@ def _divided_dims(
 
 @rule_maker(*(f"aten._adaptive_avg_pool{spatial}d{half}.default" for spatial in (2, 3) for half in ("", "_backward")))
 def adaptive_mean_pool(call: OpCall) -> Rule:
-    """Means of windows, or the gradient of the operand, of which only the shape is looked at."""
+    """Adaptive average pooling, or its gradient, which reads only the operand's shape."""
     lead = factor_names("b", len(shape_of(call, "self")) - _spatial_rank(call))
     whole, pooled = (shape[len(lead) :] for shape in (shape_of(call, "self"), _pooled_shape(call)))
     aligned = [windows > 1 and size % windows == 0 for size, windows in zip(whole, pooled, strict=True)]
@@ -195,7 +189,7 @@ def adaptive_mean_pool(call: OpCall) -> Rule:
     return bind_named(call, {"self": large}, [small], linear=[{"self"}], sizes=sizes, local=local, uneven=True)
 
 
-# Operators that move positions of images: patches side by side, pixels from channels, channels in another order.
+# Operators that rearrange images: patches to columns, pixel shuffles, and channel shuffles.
 #
 # Dims are products, so that sharding channels or positions stays local.
 
@@ -203,7 +197,7 @@ def adaptive_mean_pool(call: OpCall) -> Rule:
 @rule_maker("aten.im2col.default", text="... c h! w! -> ... (c k!) l!")
 @rule_maker("aten.col2im.default", text="... (c k!) l! -> ... c h! w!")
 def _patches(call: OpCall, text: str) -> Rule:
-    """Patches as columns, or added up to an image; the channels of patches are those of the image times positions."""
+    """`im2col` or `col2im`; the channels of columns are those of the image times positions in the kernel."""
     return bind(text, call, linear="0", sizes={"k": math.prod(call.arg("kernel_size"))})
 
 
@@ -216,16 +210,16 @@ def _pixels(call: OpCall, text: str, by: str) -> Rule:
 
 @rule_maker("aten.channel_shuffle.default")
 def channel_shuffle(call: OpCall) -> Rule:
-    """Channels of all groups in turn: a product of groups and channels, turned round."""
+    """Transpose groups and channels in the channel dim."""
     positions = " ".join(f"s{dim}" for dim in range(2, len(call.operands[0].shape)))
     text = f"n (g c) {positions} -> n (c g) {positions}"
     sizes, local = {"g": call.arg("groups")}, lambda program: program.run(groups=program.size("g"))
     return bind(text, call, linear="0", sizes=sizes, local=local, uneven=True)
 
 
-# Images at other positions: upsampling, and sampling at the points of a grid. Batch and channels are independent.
+# Resampling: upsampling, and sampling at the points of a grid. Batch and channels are independent.
 #
-# Where every position becomes a whole number of copies, or one of several is kept, positions may be sharded too.
+# Positions may be sharded too if every position becomes an integer number of copies, or one of several is kept.
 
 
 _NEAREST = [f"{kind}{spatial}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for spatial in (1, 2, 3)]
@@ -240,7 +234,7 @@ _SMOOTH = [
     *(f"aten.{name}.vec" for name in (*_SMOOTH, *_NEAREST)),
 )
 def upsample_smooth(call: OpCall) -> Rule:
-    """Interpolated images, a position of the result between several of the operand; or sizes given by scales alone."""
+    """Interpolation, which mixes positions; or nearest neighbours with sizes given only by scales."""
     spatial = range(len(call.operands[0].shape) - 2)
     source, result = (" ".join(f"{prefix}{place}!" for place in spatial) for prefix in "pq")
     return _resampling_rule(call, source, result, {}, None)
@@ -249,8 +243,8 @@ def upsample_smooth(call: OpCall) -> Rule:
 def _resampling_rule(
     call: OpCall, source: str, result: str, sizes: dict[str, int], forward: LocalProgram | None
 ) -> Rule:
-    """The rule of either half, positions of the image written `source` and `result`; a backward is told local sizes."""
-    # Interpolation mixes neighbouring positions, so that without a program of its own nothing may pad them.
+    """The rule of forward or backward, with position dims `source` and `result`; backward takes local sizes."""
+    # Interpolation mixes adjacent positions, so they may not be padded without a local program.
     if call.is_backward:
         source, result, forward = result, source, _local_upsample_backward
     uneven = None if forward is None else True
@@ -263,7 +257,7 @@ def _local_upsample_backward(call: LocalCall) -> Any:
 
 @rule_maker(*(f"aten.{name}{half}.default" for name in _NEAREST for half in ("", "_backward")))
 def upsample_nearest(call: OpCall) -> Rule:
-    """Copies of positions, or a choice of them."""
+    """Copies of positions, or a subset of them."""
     shape = call.arg("input_size") if call.is_backward else call.operands[0].shape
     source, result = shape[2:], call.arg("output_size")
     aligned = [
@@ -275,14 +269,14 @@ def upsample_nearest(call: OpCall) -> Rule:
 
 
 def _given_scale(call: OpCall, place: int, spatial: int) -> float | None:
-    """The scale that the call names for a dim of positions, if any."""
-    # Kernels compute positions by a scale that is given, which may not be the ratio of the sizes.
+    """The scale of a position dim in the call's arguments, if any."""
+    # Kernels compute positions by a given scale, which may not be the ratio of the sizes.
     name = "scales" if spatial == 1 else ("scales_d", "scales_h", "scales_w")[3 - spatial + place]
     scale: float | None = call.arg(name)
     return scale
 
 
-# Images sampled at the points of a grid: batch, channels and points are independent; the image's positions are whole.
+# Sampling at the points of a grid: batch, channels and points are independent; the image's positions are whole.
 #
 # The gradient of the image is partial over the points, that of the grid over the channels.
 
@@ -297,7 +291,7 @@ def _operand_dims(call: OpCall) -> dict[str, str]:
 
 
 def _fill(items: dict[str, str]) -> dict[str, float]:
-    """Zeros for the padding of batch and points: kernels take numbers of the grid for places, and check none."""
+    """Zeros for the padding of batch and points: kernels use grid values as positions, unchecked."""
     return dict.fromkeys((name for name in items["grid"].split() if "!" not in name), 0.0)
 
 
@@ -313,7 +307,7 @@ def grid_sample(call: OpCall) -> Rule:
 
 @rule_maker(*(f"{name}_backward.default" for name in _SAMPLERS))
 def grid_sample_backward(call: OpCall) -> Rule:
-    """Gradients of image and grid; linear in the incoming one."""
+    """Gradients of image and grid; linear in the incoming gradient."""
     items = _operand_dims(call)
     return bind_named(call, items, [items["input"], items["grid"]], linear=[{"grad_output"}], fill=_fill(items))
 

@@ -1,8 +1,8 @@
 """Gathering by index.
 
-Dims along which index and operand run side by side may be sharded, and the dims of the index itself. Where the indexed
-dim is sharded, a rank looks up what falls into its stretch and leaves zeros for the rest: the sum over ranks is the
-result (as for a table of embeddings with its vocabulary sharded).
+Dims that index and operand share may be sharded, and the dims of the index itself. Where the indexed dim is sharded, a
+rank looks up the indices within its stretch and returns zeros for the rest: the sum over ranks is the result (as for an
+embedding with a sharded vocabulary).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoshard.patterns.rule import LocalProgram, NamedDims, OpCall, Rule, Tenso
 
 
 def whole_if_bool(call: OpCall, names: Sequence[str]) -> list[str]:
-    """Dims that must be whole because what is looked up are truth values, which do not add up."""
+    """The dims, which must be whole, of an operand of booleans, which cannot be summed; else none."""
     return list(names) if call.operands[0].dtype is torch.bool else []
 
 
@@ -41,7 +41,7 @@ def lookup_rule(
     local: LocalProgram,
     whole: Collection[str] = (),
 ) -> Rule:
-    """Elements of the first operand, looked up along the factors `names`: a rank has what lies in its stretches."""
+    """A look-up in the first operand along the factors `names`; every rank looks up within its stretches."""
     return build(
         sizes,
         operands,
@@ -75,16 +75,16 @@ def _local_index_select(call: LocalCall) -> Any:
     if not call.axes(f"d{dim}"):
         return call.run()
     place, outside = localize_index(call, index, f"d{dim}", shape[dim])
-    if call.call.operands[1].shape:  # an index without dims is broadcast as it is
+    if call.call.operands[1].shape:  # a 0-d index broadcasts as it is
         outside = reshape_along(outside, dim, len(shape))
     return call.run(operands=[table, place]).masked_fill(outside, 0)
 
 
 def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int], list[str], list[list[str]]]:
-    """Sizes, whole names and dims of tensors that run side by side in all dims but `dim`, where the first is indexed.
+    """Sizes, whole names and dims of tensors that share all dims but `dim`, where the first is indexed.
 
-    A dim that the index does not cover entirely stays whole, under a name of its own for every tensor. The indexed
-    dim is `"indexed"` in the first tensor, and `"index"` in the others if these cover each other.
+    A dim that the index does not cover entirely stays whole, with a separate name for every tensor. The indexed dim is
+    `"indexed"` in the first tensor, and `"index"` in the others if their sizes are equal.
     """
     sizes: dict[str, int] = {}
     whole: list[str] = []
@@ -93,7 +93,7 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int
         lengths = [tensor.shape[position] for tensor in tensors]
         for which, length in enumerate(lengths):
             name = f"d{position}_{which}"
-            # Side by side: a rank that holds a stretch of the one holds the same stretch of the others.
+            # A shared dim: a rank holds the same stretch of all tensors.
             if position != dim and len(set(lengths)) == 1:
                 name = f"d{position}"
             elif position == dim and which == 0:
@@ -110,7 +110,7 @@ def aligned_dims(tensors: Sequence[TensorMeta], dim: int) -> tuple[dict[str, int
 @rule_maker("aten.gather")
 def _gather(call: OpCall) -> Rule | None:
     operand, index = call.operands
-    # Torch takes tensors without dims for vectors of one element, which no rule has a dim for.
+    # Torch treats 0-d tensors as vectors of one element, for which rules have no dim.
     if not operand.shape or len(operand.shape) != len(index.shape):
         return None
     sizes, whole, dims = aligned_dims(call.operands, argument_dim(call, len(operand.shape)))
@@ -125,7 +125,7 @@ def _local_gather(call: LocalCall) -> Any:
 
 
 class AdvancedIndexing:
-    """The dims of advanced indexing: `operand[indices]`, where None stands for a dim that is not indexed.
+    """The dims of advanced indexing `operand[indices]`; None is a dim that is not indexed.
 
     Attributes:
         tensors: the indices.
@@ -135,7 +135,7 @@ class AdvancedIndexing:
         source: dims of the operand.
         index_names: names of the dims of the indices.
         trailing_count: number of `picked_dims` behind those of the indices.
-        picked_dims: dims of the elements that the indices pick.
+        picked_dims: dims of the indexed elements.
     """
 
     def __init__(self, operand: TensorMeta, indices: Sequence[TensorMeta | None]) -> None:
@@ -148,7 +148,7 @@ class AdvancedIndexing:
         self.names = [f"d{dim}" for dim in self.indexed]
         self.source = list(dims)
         self.index_names = list(index_dims)
-        # The dims of the index stand where the indexed dims were, or first if those were not neighbours.
+        # The dims of the index replace the indexed dims if these are adjacent, and come first otherwise.
         first, last = self.indexed[0], self.indexed[-1]
         neighbours = self.indexed == list(range(first, last + 1))
         before = self.source[:first] if neighbours else []
@@ -158,7 +158,7 @@ class AdvancedIndexing:
 
     def broadcast(self, meta: TensorMeta, names: Sequence[str]) -> NamedDims:
         """Return the dims of a tensor that is broadcast to the dims `names`."""
-        # To the right, as torch broadcasts.
+        # Aligned to the right, as torch broadcasts.
         aligned = names[len(names) - len(meta.shape) :]
         return [[] if size == 1 else name for size, name in zip(meta.shape, aligned, strict=True)]
 
@@ -168,7 +168,7 @@ class AdvancedIndexing:
 
 
 def advanced_indexing(call: OpCall) -> AdvancedIndexing | None:
-    """The dims of a call with advanced indices; None where a mask is among them, or nothing is indexed."""
+    """The dims of a call with advanced indices; None where one is a mask, or nothing is indexed."""
     indices = call.arg("indices")
     tensors = [index for index in indices if index is not None]
     if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
@@ -179,16 +179,16 @@ def advanced_indexing(call: OpCall) -> AdvancedIndexing | None:
 def localize_indices(
     call: LocalCall, dims: AdvancedIndexing, spare: bool = False, first: int = 1
 ) -> tuple[list[Any], Any]:
-    """The indices of advanced indexing as they count in the local operand, and where they point outside of it.
+    """The indices of advanced indexing into the local operand, and a mask of those outside of it.
 
     Args:
         call: the call.
         dims: its dims.
-        spare: whether an index outside points behind the end of its dim, instead of at its start.
-        first: place of the first index among the operands; the others follow.
+        spare: True to set indices outside to the end of their dim (a spare row) instead of its start.
+        first: position of the first index among the operands; the others follow.
 
     Returns:
-        The indices, and a mask that is broadcast to what they pick; None where no indexed dim is sharded.
+        The indices, and a mask that broadcasts to the indexed elements; None where no indexed dim is sharded.
     """
     outside = None
     whole, local = call.call.operands[0].shape, call.operand_shape(0)
@@ -205,7 +205,7 @@ def localize_indices(
 
 
 def non_negative_index(call: LocalCall, index: Any, size: int) -> Any:
-    """An index into a dim of `size` without negative numbers, which count from the end."""
+    """Convert negative indices into a dim of `size`, which count from the end, to non-negative ones."""
     behind = index + size
     return call.emit.where(index < 0, behind, index)
 
@@ -228,20 +228,20 @@ def _index(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.take")
 def _take(call: OpCall) -> Rule:
-    """Elements by their row-major position, of which the first dim may be sharded in stretches."""
+    """Elements by row-major position; the first dim may be sharded in stretches."""
     dims, index_dims = flat_dims(call)
     target = list(index_dims)
     return lookup_rule(call, dims | index_dims, [list(dims), target], target, ["d0"], _local_take, list(dims)[1:])
 
 
 def flat_dims(call: OpCall) -> tuple[dict[str, int], dict[str, int]]:
-    """Dims of an operand that is indexed by row-major position, and of the index."""
+    """Dims of an operand indexed by row-major position, and of the index."""
     operand, index, *_ = call.operands
     return numbered_dims(operand.shape), numbered_dims(index.shape, "index")
 
 
 def localize_flat_index(call: LocalCall, outside_at: int) -> tuple[Any, Any]:
-    """Row-major positions as they count in the local operand, and where they lie outside of it."""
+    """Row-major positions in the local operand, and a mask of those outside of it."""
     index = non_negative_index(call, call.operands[1], math.prod(call.call.operands[0].shape))
     return localize_index(call, index, "d0", math.prod(call.operand_shape(0)), outside_at)
 
@@ -254,7 +254,7 @@ def _local_take(call: LocalCall) -> Any:
 
 @rule_maker("aten.one_hot")
 def _one_hot(call: OpCall) -> Rule:
-    """Every rank marks the classes that are its own."""
+    """One-hot encoding, in which every rank marks its own classes."""
     sizes, result = numbered_dims(call.operands[0].shape), call.result
     target = [*sizes, "classes"]
     return build(
@@ -272,29 +272,28 @@ def _local_one_hot(call: LocalCall) -> Any:
     if not call.axes("classes"):
         return call.run(num_classes=classes)
     (index,) = call.operands
-    # Every class is compared: scattering ones would need a spare place for classes of other ranks.
+    # Compare every class: scattering ones would need a spare row for classes of other ranks.
     return index.unsqueeze(-1).eq(positions(call, "classes", classes, index.device)).to(torch.int64)
 
 
-# Gathering and scattering by index where a mask says so, without looking whether indices elsewhere are in range.
+# Gathering and scattering by index under a mask, without checking masked indices.
 #
-# As for `index` and `index_put`, a rank of a sharded dim takes what falls into its stretch: the rest is masked
-# besides.
+# As for `index` and `index_put`, a rank of a sharded dim handles indices within its stretch; the rest is masked, too.
 
 
 def _masked_dims(call: OpCall) -> AdvancedIndexing | None:
-    """The dims of the call; None where an index is a mask itself, or the mask has more dims than what is picked."""
+    """The dims of the call; None where an index is a mask, or the mask has more dims than the indexed elements."""
     dims = advanced_indexing(call)
     return dims if dims is not None and len(call.operands[1].shape) <= len(dims.picked_dims) else None
 
 
 def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any]:
-    """Mask and indices as they count in the local operand; elsewhere is masked.
+    """Mask and indices in the local operand; indices outside of it are masked.
 
-    The operators take an index out of range as the end that is next.
+    The operators clamp indices out of range.
     """
     values = list(call.operands)
-    # By the size of the whole dim, before a rank counts them from the start of its stretch.
+    # Clamp by the size of the whole dim, before indices are made relative to a stretch.
     for place, dim in enumerate(dims.indexed, start=2):
         size = call.call.operands[0].shape[dim]
         values[place] = values[place].clamp(-size, size - 1)
@@ -308,7 +307,7 @@ def _local_mask_and_indices(call: LocalCall, dims: AdvancedIndexing) -> list[Any
 
 @rule_maker("aten._unsafe_masked_index")
 def _masked_index(call: OpCall) -> Rule | None:
-    """Masked elements become a number: zeros add nothing to the sum over ranks, any other would count once for each."""
+    """Masked elements become `fill`: only zeros may be summed over ranks; other numbers would count once per rank."""
     dims = _masked_dims(call)
     if dims is None:
         return None
@@ -346,7 +345,7 @@ def _masked_index_put(call: OpCall) -> Rule | None:
     )
 
 
-# Positions and indices whose number depends on numbers, and is told beforehand: all of what they count is whole.
+# Operators with data-dependent sizes that are given as arguments (`nonzero_static`): operands are whole.
 
 rule("aten.nonzero_static.default", "...! -> k! d!")
 rule("aten.repeat_interleave.Tensor", "n! -> m!")

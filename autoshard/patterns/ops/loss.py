@@ -1,8 +1,8 @@
-"""Losses, softmax and its logarithm, and their gradients: the dim of classes may be sharded.
+"""Losses, softmax, log-softmax, and their gradients: the class dim may be sharded.
 
-Of a softmax over a sharded dim, each rank takes maximum and sum of its stretch; what is exchanged has one number per
-row (vocabulary-parallel cross-entropy). A mean over shards is no partial sum: each rank divides its sum by the count or
-weight of the whole.
+For a softmax over a sharded dim, each rank computes maximum and sum of its stretch, and ranks exchange these, one
+number per row each (vocabulary-parallel cross-entropy). The mean of a shard is not a partial sum: each rank divides its
+sum by the count or weight of the whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.patterns.rule import LocalProgram, OpCall, Rule
 
 
 def _softmax_dims(call: OpCall) -> str:
-    """Dims of the tensor, the one of the softmax called `d`."""
+    """Dims of the tensor; `d` is that of the softmax."""
     names = factor_names("b", len(call.operands[0].shape))
     if names:
         names[call.arg("dim")] = "d"
@@ -40,42 +40,41 @@ def _softmax_dims(call: OpCall) -> str:
 
 
 def _row_bytes(call: OpCall) -> int:
-    """Bytes of one number per row, in the dtype that sums are taken in."""
+    """Bytes of one number per row, in the accumulation dtype."""
     meta = call.operands[0]
     length = meta.shape[call.arg("dim")] if meta.shape else 1
     return math.prod(meta.shape) // max(length, 1) * accumulation_dtype(meta.dtype).itemsize
 
 
 def _row_sum(call: LocalCall, value: Any) -> Any:
-    """The sum of every row, other ranks included."""
+    """The sum of every row over all ranks."""
     return call.all_reduce(value.sum([call.arg("dim")], True), "d")
 
 
 @if_sharded("d")
 def _softmax(call: LocalCall) -> Any:
     (value,) = operands_for_sums(call)
-    # Less the maximum of the whole row, so that no exponential overflows.
+    # Subtract the maximum of the whole row, so that no exponential overflows.
     maximum = call.all_reduce(value.amax([call.arg("dim")], True), "d", "max")
     parts = (value - maximum).exp()
     result = parts / _row_sum(call, parts)
     if call.call.op is aten._safe_softmax.default:
-        masked = maximum.eq(-math.inf)  # exp(-inf - -inf) is nan: a row that is masked out becomes zeros
+        masked = maximum.eq(-math.inf)  # exp(-inf - -inf) is nan: a fully masked row becomes zeros
         result = result.masked_fill(masked, 0.0)
     return result.to(result_dtype(call))
 
 
 @if_sharded("d")
 def _log_softmax(call: LocalCall) -> Any:
-    """`value - log(sum(exp(value)))`, whose second term is known for a stretch from where its maximum is.
+    """`value - log(sum(exp(value)))`, with each stretch's sum from its own log-softmax at its maximum.
 
-    The kernel of the whole operator finds a stretch's sum in one pass over it; maximum, exponentials and sum by
-    themselves would take three times as many.
+    The log-softmax kernel reads a stretch once; separate maximum, exponentials and sum would read it three times.
     """
     emit, dim, (value,) = call.emit, call.arg("dim"), operands_for_sums(call)
     maximum, place = value.max(dim, True)
-    # At its maximum, a stretch's log-softmax is the maximum less the logarithm of the stretch's sum of exponentials.
+    # At the maximum, a stretch's log-softmax is the maximum minus the logarithm of its sum of exponentials.
     stretch_log = emit._log_softmax(value, dim, False).gather(dim, place)
-    nothing = maximum.eq(-math.inf)  # of the row lies in this stretch: its sum is zero
+    nothing = maximum.eq(-math.inf)  # this stretch of the row is masked: its sum is zero
     stretch_log = (maximum - stretch_log).masked_fill(nothing, -math.inf)
     largest = call.all_reduce(stretch_log, "d", "max")
     total = call.all_reduce((stretch_log - largest).exp(), "d")
@@ -86,7 +85,7 @@ def _log_softmax(call: LocalCall) -> Any:
 @rule_maker("aten._softmax", "aten._safe_softmax", local=_softmax)
 @rule_maker("aten._log_softmax", local=_log_softmax)
 def softmax(call: OpCall, local: LocalProgram) -> Rule:
-    """Forward; the safe one gives zeros for rows that are masked out."""
+    """Forward; `_safe_softmax` returns zeros for fully masked rows."""
     items, exchange, fill = _softmax_dims(call), {"d": 2 * _row_bytes(call)}, {"d": -math.inf}
     return bind_named(call, {"self": items}, [items], exchange=exchange, local=local, uneven=True, fill=fill)
 
@@ -126,7 +125,7 @@ def softmax_backward(call: OpCall, local: LocalProgram) -> Rule:
     )
 
 
-# The negative log-likelihood, its classes sharded too, and losses that compare element by element.
+# Negative log-likelihood, whose classes may be sharded too, and elementwise losses.
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # what ATen's `reduction` arguments mean
 _IGNORED_TARGET = -100  # a class that does not exist
@@ -149,7 +148,7 @@ def _likelihood_dims(call: OpCall) -> dict[str, str]:
 
 @rule_maker("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def nll_loss(call: OpCall) -> Rule:
-    """Loss and total weight: a rank's loss is its part of the sum; the total weight is reduced inside."""
+    """Loss and total weight: a rank's loss is its term of the sum; the total weight is reduced inside."""
     items = _likelihood_dims(call)
     samples = items["target"].split()
     return bind_named(
@@ -166,11 +165,11 @@ def nll_loss(call: OpCall) -> Rule:
 @if_sharded("c", "n", "h", "w")
 def _nll_loss(call: LocalCall) -> Any:
     names = ["c", *_likelihood_dims(call.call)["target"].split()]
-    if call.arg("reduction") == _NONE and len(names) > 1:  # of one sample alone, torch gives the total weight always
+    if call.arg("reduction") == _NONE and len(names) > 1:  # for a single sample, torch always returns the total weight
         return _run_on_local_classes(call)
-    # Samples that are padding have the target that is ignored.
+    # Give padding samples the ignored target.
     _replace_padding(call, "target", names[1:], call.arg("ignore_index"))
-    # A mean of this rank's samples would be divided by their weight alone.
+    # Not the mean: it would divide by the weight of this rank's samples only.
     loss, weight = _run_on_local_classes(call, reduction=_SUM)
     weight = all_reduce_over(call, weight, names)
     if call.arg("reduction") == _MEAN:
@@ -179,7 +178,7 @@ def _nll_loss(call: LocalCall) -> Any:
 
 
 def _replace_padding(call: LocalCall, name: str, factors: Sequence[str], fill: float) -> None:
-    """Put a number in the place of padding of the operand that is passed as the argument `name`."""
+    """Fill the padding of the operand passed as the argument `name`."""
     place = operand_names(call.call).index(name)
     values = list(call.operands)
     values[place] = without_padding(call, place, values[place], factors, fill)
@@ -187,7 +186,7 @@ def _replace_padding(call: LocalCall, name: str, factors: Sequence[str], fill: f
 
 
 def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
-    """The operator on this rank's stretch of the classes: targets outside it become ignored ones."""
+    """Run the operator on this rank's stretch of classes, ignoring targets outside of it."""
     if not call.axes("c"):
         return call.run(**changed)
     values = named_values(call)
@@ -199,7 +198,7 @@ def _run_on_local_classes(call: LocalCall, **changed: Any) -> Any:
 
 @rule_maker("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def nll_loss_backward(call: OpCall) -> Rule:
-    """Gradient of the scores; the total weight that it gets is already that of all samples."""
+    """Gradient of the scores; its operand `total_weight` is already that of all samples."""
     items = _likelihood_dims(call)
     return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=_run_on_local_classes, uneven=True)
 
@@ -211,7 +210,7 @@ _ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entrop
 def elementwise_loss(call: OpCall) -> Rule | None:
     """A loss of two tensors of one shape, or its gradient; None where they are broadcast.
 
-    The gradient is linear in the incoming one, which is a scalar or one number per element.
+    The gradient is linear in the incoming gradient, which is a scalar or has one number per element.
     """
     shape, backward = shape_of(call, "self"), call.is_backward
     if any(meta.shape not in ((shape, ()) if backward else (shape,)) for meta in call.operands):
@@ -221,8 +220,7 @@ def elementwise_loss(call: OpCall) -> Rule | None:
         items["grad_output"] = "..." if shape_of(call, "grad_output") else ""
         return bind_named(call, items, ["..."], linear=[{"grad_output"}], local=_reduced_loss, uneven=True)
     whole = call.arg("reduction") == _NONE
-    # Zeros are at no distance from zeros, and are probabilities. The soft margin's log(1 + exp(-x · y)) is zero for
-    # numbers that are large enough.
+    # Zeros have distance 0 and are probabilities. The soft margin's log(1 + exp(-x · y)) is zero for large numbers.
     fill = {"...": 100.0 if call.op is aten.soft_margin_loss.default else 0.0}
     return bind_named(call, items, ["..." if whole else ""], local=None if whole else _reduced_loss, fill=fill)
 
@@ -244,7 +242,7 @@ def loss_of_logits(call: OpCall) -> Rule:
 
 
 _ZERO_PROBABILITY_LOGIT = -1e4
-"""A logit whose probability is zero in every dtype: against a target of zero it costs nothing, exactly."""
+"""A logit whose probability is zero in every dtype: its loss for target 0 is exactly 0."""
 
 
 def _reduced_loss_of_logits(call: LocalCall) -> Any:
@@ -252,11 +250,11 @@ def _reduced_loss_of_logits(call: LocalCall) -> Any:
     return _reduced_loss(call)
 
 
-# Losses that compare the scores of a sample's classes with each other: samples are independent, classes whole.
+# Margin losses compare the scores of a sample's classes: samples are independent, classes whole.
 
 
 def _margin_loss_dims(call: OpCall) -> dict[str, str]:
-    """Dims of the operands by argument name; a single sample has no dim of its own."""
+    """Dims of the operands by argument name; a single sample has no sample dim."""
     samples = "n" if len(shape_of(call, "self")) == 2 else ""
     scores = f"{samples} c!"
     items = dict.fromkeys(("self", "is_target"), scores)
@@ -271,7 +269,7 @@ def _margin_loss_dims(call: OpCall) -> dict[str, str]:
     *("aten.multilabel_margin_loss_forward.default", "aten.multilabel_margin_loss_backward.default"),
 )
 def margin_loss(call: OpCall) -> Rule:
-    """The loss and, for several labels, which classes are among them; or the gradient of the scores."""
+    """The loss and, for multiple labels, a mask of these classes; or the gradient of the scores."""
     items, local = _margin_loss_dims(call), _local_margin_loss
     if call.is_backward:
         return bind_named(call, items, [items["self"]], linear=[{"grad_output"}], local=local, fill={"n": 0.0})
@@ -281,11 +279,11 @@ def margin_loss(call: OpCall) -> Rule:
 
 
 def _local_margin_loss(call: LocalCall) -> Any:
-    """A mean over samples is the sum over a rank's samples divided by the number of all."""
+    """A mean over sharded samples: each rank's sum divided by the number of all samples."""
     reduction = call.arg("reduction")
     if reduction == _NONE or not call.axes("n"):
         return call.run()
-    # No scores of a sample are known to cost nothing: padding is left out of the sum.
+    # No scores have zero loss for certain, so leave padding out of the sum.
     padded = not call.call.is_backward and bool(padded_factors(call.rule, call.choices, call.mesh))
     results = call.run(reduction=_NONE if padded else _SUM)
     first, *others = results if isinstance(results, tuple) else (results,)

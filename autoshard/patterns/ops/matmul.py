@@ -1,6 +1,6 @@
-"""Operators on matrices: products, decompositions, solutions of equations, Fourier transforms and distances.
+"""Operators on matrices: products, decompositions, linear solves, Fourier transforms and distances.
 
-A product is linear in each factor; a sharded contracted dim leaves partial sums. Of decompositions and solutions, a
+A product is linear in each operand; a sharded contracted dim gives partial sums. For decompositions and solves, a
 matrix must be whole, and the batch may be sharded.
 """
 
@@ -25,22 +25,22 @@ rule(["aten.outer", "aten.ger"], "i, j -> i j", linear="0, 1")
 
 
 def keep_on_first_rank(call: LocalCall, operand: int, names: Sequence[str]) -> list[Any]:
-    """The local operands, with one that is added to the result kept by one rank and zero on the others.
+    """The local operands, with an operand that is added to the result zeroed on all ranks but the first.
 
-    Where the factors `names` are sharded, the ranks' results are added up, and what each of them adds must count once.
+    Where the factors `names` are sharded, the results are summed over ranks, and the added operand must count once.
     """
     values = list(call.operands)
     axes = sorted(axis for name in names for axis in call.axes(name))
     if axes:
         first = call.linear_index(axes).eq(0)
-        # `where` and not a product: zero times infinity is no zero.
+        # `where`, not a product: 0 * inf is nan.
         values[operand] = call.emit.where(first, values[operand], 0)
     return values
 
 
 @functools.cache
 def with_added(operand: int, *names: str) -> LocalProgram:
-    """Local program of a product whose factors `names` are contracted, and to which an operand is added once."""
+    """Local program of a product with contracted factors `names`, to which an operand is added once."""
     return lambda call: call.run(operands=keep_on_first_rank(call, operand, names))
 
 
@@ -66,7 +66,7 @@ def _linear(call: OpCall) -> Rule:
 
 @rule_maker("aten.matmul")
 def _matmul(call: OpCall) -> Rule:
-    """Products of vectors, matrices and batches of matrices, as many dims as each operand has."""
+    """Products of vectors, matrices and batches of matrices, by the number of dims of each operand."""
     left, right = (len(operand.shape) for operand in call.operands)
     first = "k" if left == 1 else "... i k"
     second = "k" if right == 1 else "... k j"
@@ -76,12 +76,12 @@ def _matmul(call: OpCall) -> Rule:
 
 
 def divide_into_units(size: int, unit: int) -> tuple[int, int]:
-    """A size as a number of units; as one unit if `unit` does not divide it. Kernels ask for aligned rows."""
+    """A size as (units, unit), or as one unit if `unit` does not divide it: kernels require aligned rows."""
     return (size // unit, unit) if size % unit == 0 else (1, size)
 
 
 def unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
-    """Sizes of the factors of `i k, k j -> i j` where only whole units of `k` and of `j` may be taken."""
+    """Sizes of the factors of `i k, k j -> i j` where `k` and `j` may only be split into whole units."""
     contracted, columns = call.operands[1].shape
     sizes = {}
     for name, size in (("k", contracted), ("j", columns)):
@@ -91,7 +91,7 @@ def unit_sizes(call: OpCall, unit: int) -> dict[str, int]:
 
 @rule_maker("aten._int_mm")
 def _int_mm(call: OpCall) -> Rule:
-    """Products of integers, exact sums included; kernels take eight at a time."""
+    """Products of integers, with exact sums; kernels require multiples of 8."""
     return bind("i (k k_lane!), (k k_lane!) (j j_lane!) -> i (j j_lane!)", call, sizes=unit_sizes(call, 8))
 
 
@@ -101,20 +101,20 @@ rule("aten._weight_int8pack_mm", "i k, j k, j -> i j", linear="0", uneven=("i",)
 @rule_maker("aten._addmm_activation")
 def _addmm_activation(call: OpCall) -> Rule:
     """The activation of a sum is no sum: the contracted dim must be whole."""
-    # What is added has a row for every row of the product, or one for all.
+    # The added operand is a matrix, or one row for all.
     added = ["i", "j"][2 - len(call.operands[0].shape) :]
     return bind(f"{' '.join(added)}, i k!, k! j -> i j", call)
 
 
-# Products of matrices in eight bits, with one scale for all of a matrix, or one per row and one per column.
+# Products of 8-bit matrices, with one scale per matrix, or one per row and one per column.
 #
-# Where the result has eight bits itself, or is scaled in its turn, it is rounded too early to be part of a sum.
+# A result that is 8-bit itself, or scaled, is rounded too early to be a term of a sum.
 
 _UNIT = 16
-"""Kernels take so many elements of a row at a time."""
+"""Kernels require rows of a multiple of this number of elements."""
 
 _ONE, _PER_ROW = 0, 1
-"""The numbers of `_scaled_mm_v2` for its ways to scale."""
+"""Values of the enum of scaling recipes of `_scaled_mm_v2`."""
 
 
 @rule_maker("aten._scaled_mm")
@@ -125,7 +125,7 @@ def _scaled_mm(call: OpCall) -> Rule | None:
 
 @rule_maker("aten._scaled_mm_v2")
 def _scaled_mm_v2(call: OpCall) -> Rule | None:
-    """Scales in lists, of which only plain ones split along with the rows: no blocks, nothing swizzled."""
+    """Lists of scales; only plain scales split along with the rows: no blocks, no swizzling."""
     ways = {call.arg("recipe_a"), call.arg("recipe_b")}
     swizzled = any((*call.arg("swizzle_a"), *call.arg("swizzle_b")))
     if ways not in ({(_ONE,)}, {(_PER_ROW,)}) or swizzled or call.arg("contraction_dim"):
@@ -135,7 +135,7 @@ def _scaled_mm_v2(call: OpCall) -> Rule | None:
 
 
 def _scaled_product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, rounded: bool) -> Rule | None:
-    """The rule of a product; None where the scales are those of blocks."""
+    """The rule of a product; None where the scales are blockwise."""
     result = call.result
     single = math.prod(scale_a.shape) == math.prod(scale_b.shape) == 1
     if not single and (scale_a.shape, scale_b.shape) != ((result.shape[0], 1), (1, result.shape[1])):
@@ -155,26 +155,25 @@ def _scaled_product(call: OpCall, scale_a: TensorMeta, scale_b: TensorMeta, roun
 
 
 def _scalar_dims(meta: TensorMeta) -> str:
-    """The dims of a tensor that holds one number."""
-    # A scale may have any number of dims, each of size one.
+    """The dims of a tensor with one element: any number of dims of size 1."""
     return " ".join("1" * len(meta.shape))
 
 
 def _local_scaled_mm(call: LocalCall) -> Any:
     values = keep_on_first_rank(call, 4, ["k"]) if call.arg("bias") is not None else list(call.operands)
-    # Kernels want the first matrix by rows and the second by columns, however the shards came to lie.
+    # Kernels require a row-major first and a column-major second matrix, whatever the layout of the shards.
     values[0] = values[0].contiguous()
     # A transpose of a contiguous transpose: column-major.
     values[1] = values[1].t().contiguous().t()
     return call.run(operands=values)
 
 
-# The product of three tensors that `torch.nn.Bilinear` is made of: dims are broadcast, some of them summed over.
+# The product of three tensors in `torch.nn.Bilinear`: dims are broadcast, and some of them summed over.
 
 
 @rule_maker("aten._trilinear.default")
 def trilinear(call: OpCall) -> Rule:
-    """Every dim is a loop; `expand1`, ... are the dims that an operand lacks, `sumdim` those that the result does."""
+    """Every dim is a factor; operands lack the dims in `expand1`, ..., and the result those in `sumdim`."""
     lacking = [call.arg(f"expand{operand}") for operand in (1, 2, 3)]
     names = [f"d{dim}" for dim in range(len(call.operands[0].shape) + len(lacking[0]))]
     lacking.append(call.arg("sumdim"))
@@ -182,8 +181,8 @@ def trilinear(call: OpCall) -> Rule:
     return bind(f"{', '.join(operands)} -> {result}", call, linear="0, 1, 2")
 
 
-# Decompositions, inverses and solutions: batches are not padded, since many of these operators refuse a matrix without
-# an inverse, and padding is none.
+# Decompositions, inverses and solves: batches are not padded, since many of these operators refuse singular matrices,
+# as padding would be.
 
 _MATRIX_OPERATORS = """
     _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_svd cholesky cholesky_inverse geqrf
@@ -194,10 +193,10 @@ _MATRIX_OPERATORS = """
 
 @rule_maker(*(f"aten.{name}" for name in _MATRIX_OPERATORS.split()))
 def _matrices(call: OpCall) -> Rule:
-    """Everything but the last two dims of the first operand is a batch, which the other tensors begin with, too.
+    """All but the last two dims of the first operand are batch dims, which the other tensors begin with, too.
 
-    What does not begin with it, such as a factor that was not asked for and is empty, must be whole. A product with an
-    orthogonal matrix, given by its reflections, is linear in what it multiplies.
+    Tensors that do not, such as an empty factor that was not requested, must be whole. A product with an orthogonal
+    matrix, given by its reflections, is linear in the other operand.
     """
     shape = call.operands[0].shape[:-2]
     batch = numbered_dims(shape, "b")
@@ -213,7 +212,7 @@ def _matrices(call: OpCall) -> Rule:
     results = [
         None if meta is None else name_dims(f"result{position}", meta) for position, meta in enumerate(call.results)
     ]
-    reductions = dict.fromkeys(batch, (None,) * len(results))  # what lacks the batch is empty
+    reductions = dict.fromkeys(batch, (None,) * len(results))  # tensors without the batch are empty
     linear = [{2}] if call.name == "aten::ormqr" else []
     return build(batch | rest, operands, results, whole=rest, reductions=reductions, linear=linear, uneven=False)
 
@@ -226,13 +225,13 @@ def _matrices(call: OpCall) -> Rule:
 @rule_maker("aten.linalg_lu_solve", matrices={"LU": "... n! m!", "pivots": "... n!"}, side="B")
 @rule_maker("aten.linalg_ldl_solve", matrices={"LD": "... n! m!", "pivots": "... n!"}, side="B")
 def _solve(call: OpCall, matrices: dict[str, str], side: str, factors: Sequence[str] = ()) -> Rule | None:
-    """A system of equations: every column of its right-hand side for itself, or every row where it stands left.
+    """A linear system: columns of its right-hand side are independent; rows if the solution is the left factor.
 
     Args:
         call: the call on whole tensors.
-        matrices: dims of the operands but for the right-hand side, by argument name.
-        side: the argument that is the right-hand side, of whose shape the first result is.
-        factors: dims of the results behind the first.
+        matrices: argument name -> dims, of all operands but the right-hand side.
+        side: the argument of the right-hand side; the first result has its shape.
+        factors: dims of the further results.
 
     Returns:
         The rule; None where the batches of the operands are broadcast.
@@ -245,7 +244,7 @@ def _solve(call: OpCall, matrices: dict[str, str], side: str, factors: Sequence[
     batches = {shape_of(call, name)[: 1 - len(text.split())] for name, text in dims.items()}
     if len(batches) > 1:
         return None
-    kinds = (None,) * (1 + len(factors))  # what lacks the columns is the same on every rank
+    kinds = (None,) * (1 + len(factors))  # results without the columns are equal on all ranks
     linear = [] if factors else [{side}]
     return bind_named(call, dims, [solved, *factors], linear=linear, reduce={"c": kinds}, uneven=False)
 
@@ -259,12 +258,12 @@ def _cross(call: OpCall) -> Rule:
     return bind(f"{text}, {text} -> {text}", call, linear="0, 1")
 
 
-# Fourier transforms: every dim that is not transformed is independent.
+# Fourier transforms: dims that are not transformed are independent.
 
 
 @rule_maker("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
 def fourier(call: OpCall) -> Rule:
-    """Complex to complex, real to complex and back; the last transformed dim of the latter two changes its size."""
+    """Complex to complex, real to complex and complex to real; the latter two change the size of their last dim."""
     rank = len(call.operands[0].shape)
     transformed = {dim % rank for dim in call.arg("dim")}
     source = [f"p{dim}!" if dim in transformed else f"d{dim}" for dim in range(rank)]
@@ -272,7 +271,7 @@ def fourier(call: OpCall) -> Rule:
     return bind(f"{' '.join(source)} -> {' '.join(result)}", call, linear="0")
 
 
-# Distances between all points of one set and all points of another: coordinates must be whole, points need not.
+# Distances between all pairs of points of two sets: coordinates must be whole, points may be sharded.
 
 rule("aten._cdist_forward", "... i k!, ... j k! -> ... i j")
 rule("aten._euclidean_dist", "... i k!, ... j k! -> ... i j")
@@ -280,7 +279,7 @@ rule("aten._euclidean_dist", "... i k!, ... j k! -> ... i j")
 
 @rule_maker("aten._cdist_backward")
 def _cdist_backward(call: OpCall) -> Rule | None:
-    """None for an empty batch: its gradient has the size of a batch that was broadcast to nothing."""
+    """No rule for an empty batch, whose gradient has the size of the broadcast batch."""
     if any(0 in meta.shape for meta in call.operands):
         return None
     return bind("... i j, ... i k, ... j k, ... i j -> ... i k", call, linear="0")

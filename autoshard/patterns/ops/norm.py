@@ -1,8 +1,8 @@
 """Layer, root-mean-square, group, batch and weight normalisation, and their gradients.
 
 Statistics are taken over some dims of the input; all other dims are independent. The dims of the statistics may be
-sharded as well: the ranks then exchange moments or sums, which have one number per row, group or channel. The gradients
-of weight and bias are partial over the dims that weight and bias lack.
+sharded too: ranks then exchange moments or sums, one number per row, group or channel. The gradients of weight and bias
+are partial over the dims that weight and bias lack.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Family:
     Attributes:
         image: dims of the input.
         parameter: dims of weight and bias.
-        statistic: dims of what is kept of the statistics.
-        layout: for every dim of the input, as statistics are taken of it, the factors that they are taken over.
+        statistic: dims of the saved statistics.
+        layout: for every dim of the input (in the shape of `_rows`), the factors that statistics are taken over.
         statistics: number of statistics.
-        count: number of elements that each of them is of.
+        count: number of elements per statistic.
         sizes: sizes of factors that no shape determines.
     """
 
@@ -69,7 +69,7 @@ class _Family:
 
 
 def _family(call: OpCall) -> _Family:
-    """Return the dims of a call: per row, over the last dims; per sample and group of channels; or per channel."""
+    """Return the dims of a call: statistics per row, per sample and group of channels, or per channel."""
     shape, arguments = shape_of(call, "input"), call.argument_names
     if "normalized_shape" in arguments:
         names = factor_names("n", len(call.arg("normalized_shape")))
@@ -87,7 +87,7 @@ def _family(call: OpCall) -> _Family:
 
 
 def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
-    """Return `g - mean(g) - normal · mean(g · normal)`, which is the input's gradient but for the scale.
+    """Return `g - mean(g) - normal · mean(g · normal)`, the input's gradient without its scale.
 
     Source: Ioffe and Szegedy, "Batch Normalization" (2015), section 3: the derivatives through mean and variance.
     """
@@ -97,12 +97,12 @@ def _center(gradient: Any, normal: Any, mean: Any, mean_along: Any) -> Any:
 
 
 def _per_channel(call: LocalCall, value: Any) -> Any:
-    """A value per channel, shaped to broadcast over an image, in the dtype that sums are taken in."""
+    """A value per channel, shaped to broadcast over an image, in the accumulation dtype."""
     spatial = len(shape_of(call.call, "input")) - 2
     return value.to(accumulation_dtype(value.dtype)).view([-1, *[1] * spatial])
 
 
-# Layer and root-mean-square norm, whose statistics are per row, and group norm, per sample and group of channels.
+# Layer and RMS norm, with statistics per row, and group norm, with statistics per sample and group of channels.
 
 
 def _is_root_mean_square(call: OpCall) -> bool:
@@ -115,10 +115,10 @@ def _is_grouped(call: LocalCall) -> bool:
 
 @rule_maker("aten.native_layer_norm", "aten.native_group_norm")
 def normalization(call: OpCall) -> Rule:
-    """Result, mean and reciprocal deviation; of a root-mean-square norm, result and reciprocal root."""
+    """Result, mean and reciprocal standard deviation; for an RMS norm, result and reciprocal root mean square."""
     family, dtype = _family(call), call.operands[0].dtype
     exchange: int | list[Exchange] = moments_exchange(family.statistics, dtype)
-    if _is_root_mean_square(call):  # squares are summed; moments are joined
+    if _is_root_mean_square(call):  # RMS sums squares; the others join moments
         exchange = family.statistics * accumulation_dtype(dtype).itemsize
     return bind_named(
         call,
@@ -158,7 +158,7 @@ def _normalize(call: LocalCall) -> Any:
 
 
 def _run_with_local_groups(call: LocalCall, operands: Sequence[Any] | None = None) -> Any:
-    """The operator itself; a group norm is given the local numbers of samples, channels and groups."""
+    """Run the operator itself; a group norm with the local numbers of samples, channels and groups."""
     if not _is_grouped(call):
         return call.run(operands=operands)
     groups = call.size("g")
@@ -166,7 +166,7 @@ def _run_with_local_groups(call: LocalCall, operands: Sequence[Any] | None = Non
 
 
 def _rows(call: LocalCall, value: Any) -> Any:
-    """An image of a group norm as `[n, g, channels of the group and positions]`, in the dtype of sums; others as is."""
+    """For a group norm, the image as `[n, g, channels of the group and positions]` in the accumulation dtype."""
     if not _is_grouped(call):
         return value
     value = value.to(accumulation_dtype(value.dtype))
@@ -174,7 +174,7 @@ def _rows(call: LocalCall, value: Any) -> Any:
 
 
 def _image(call: LocalCall, rows: Any) -> Any:
-    """The image whose `_rows` these are."""
+    """The inverse of `_rows`."""
     return rows.view(list(named_values(call)["input"].shape)) if _is_grouped(call) else rows
 
 
@@ -184,22 +184,22 @@ def _parameter(call: LocalCall, value: Any) -> Any:
 
 
 def _means(call: LocalCall, values: Sequence[Any]) -> list[Any]:
-    """Means of several values over what one statistic is of, other ranks' elements included."""
+    """Means of several values over the elements of each statistic, on all ranks."""
     family = _family(call.call)
     sums = [value.sum(family.dims, True) for value in values]
-    # The count is that of the whole tensor: padding has been replaced by zeros, and does not count.
+    # The count is that of the whole tensor: padding is zero, and does not count.
     return [value / family.count for value in all_reduce_stacked(call, sums, family.names)]
 
 
 @rule_maker("aten.native_layer_norm_backward", "aten.native_group_norm_backward")
 def normalization_backward(call: OpCall) -> Rule:
-    """Gradients of the input, the weight and, but for root-mean-square norms, the bias; linear in the incoming one."""
+    """Gradients of input, weight and, except for RMS norms, bias; linear in the incoming gradient."""
     family = _family(call)
     results = [family.image, *[family.parameter] * (len(call.results) - 1)]
     sums = 2
     if _is_root_mean_square(call):
-        sums = 1  # no mean is taken off the gradient
-        # The operator gives no elements where a gradient is not asked for.
+        sums = 1  # the gradient's mean is not subtracted
+        # Gradients that are not requested are empty tensors.
         wanted = zip(results, call.arg("output_mask"), strict=True)
         results = [dims if asked else f"none{index}!" for index, (dims, asked) in enumerate(wanted)]
     itemsize = accumulation_dtype(call.operands[0].dtype).itemsize
@@ -221,8 +221,8 @@ def normalization_backward(call: OpCall) -> Rule:
 def _normalize_backward(call: LocalCall) -> Any:
     values = named_values(call)
     if not split_axes(call, _family(call.call).names):
-        # The kernel of group norms reads both images as if they lay alike. By fake tensors the gradient of a loss lies
-        # as the loss's input; kernels of `mse_loss_backward` and others of its kind make it row-major.
+        # The kernel of group norms assumes one layout of both images. Fake tensors give the gradient of a loss the
+        # layout of the loss's input, but kernels such as that of `mse_loss_backward` return it contiguous.
         images = [image.contiguous() for image in call.operands[:2]] if _is_grouped(call) else call.operands[:2]
         return _run_with_local_groups(call, [*images, *call.operands[2:]])
     dtype = accumulation_dtype(values["input"].dtype)
@@ -235,7 +235,7 @@ def _normalize_backward(call: LocalCall) -> Any:
     normal = (normal - mean[0] if mean else normal) * scale
     along, wanted = gradient * _image(call, normal), call.arg("output_mask")
     results = [_input_gradient(call, gradient, normal, scale, bool(mean)) if wanted[0] else None]
-    # Sums over what the parameters lack, which are left partial.
+    # Local sums over the dims that the parameters lack: the results are partial.
     parameter_dims = [1] if _is_grouped(call) else _family(call.call).dims
     dims = [dim for dim in range(len(gradient.shape)) if dim not in parameter_dims]
     for asked, value in zip(wanted[1:], (along, gradient), strict=False):
@@ -244,7 +244,7 @@ def _normalize_backward(call: LocalCall) -> Any:
 
 
 def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, has_mean: bool) -> Any:
-    """The gradient of the input, centered over what one statistic is of, the weight in it."""
+    """The gradient of the input, including the weight, centered over the elements of each statistic."""
     values = named_values(call)
     if "weight" in values:
         gradient = gradient * _parameter(call, values["weight"])
@@ -255,15 +255,15 @@ def _input_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, has
 
 
 def _cast_or_empty(call: LocalCall, index: int, value: Any) -> Any:
-    """A gradient in the dtype of its result; of one that is not asked for, what the operator gives in its place."""
+    """A gradient in the dtype of its result, or the operator's placeholder for one that is not requested."""
     if value is not None:
         return value.to(result_dtype(call, index))
-    # The operator of root-mean-square norms gives a tensor without elements, ATen's gives None.
+    # The operator of RMS norms returns an empty tensor, ATen's operators None.
     return None if call.call.results[index] is None else call.operands[0].new_empty([0])
 
 
-# Batch norm, in all spellings that functional graphs have of it: statistics per channel, over samples and positions. In
-# training, statistics, running statistics and gradients are those of the whole batch, as on one device.
+# Batch norm, in all operators of functional graphs: statistics per channel, over samples and positions. In training,
+# statistics, running statistics and gradients are those of the whole batch, as on one device.
 
 _CHANNELS = ("weight", "bias", "running_mean", "running_var")
 _SAVED = ("save_mean", "save_invstd", "save_var")
@@ -287,10 +287,10 @@ def _is_training(call: OpCall) -> bool:
     "aten._batch_norm_no_update",
 )
 def batch_norm(call: OpCall) -> Rule:
-    """Forward; the results after the first are statistics per channel, or placeholders without elements."""
+    """Forward; the results after the first are statistics per channel, or empty placeholders."""
     family, training = _family(call), _is_training(call)
     names, channels = family.names, family.statistics
-    # `z` stands for results without elements, whatever they are for.
+    # `z` is the dim of empty results.
     later = ["c" if meta is None or meta.shape == (channels,) else f"z{i}!" for i, meta in enumerate(call.results)]
     return bind_named(
         call,
@@ -310,11 +310,11 @@ def _batch_norm(call: LocalCall) -> Any:
     mean, variance = (value.view([-1]) for value in joined_moments(call, x, _family(call.call).layout))
     scale = (variance + call.arg("eps")).rsqrt()
     parameters = [values[name].to(mean.dtype) if name in values else None for name in ("weight", "bias")]
-    # The statistics are known now: the inference kernel applies them in one pass.
+    # With known statistics, the inference kernel normalises in one pass.
     result, _, _ = x._native_batch_norm_legit_no_training(*parameters, mean, variance, 0.0, call.arg("eps"))
     results = [result, mean, scale]
     if len(call.call.results) == 6:
-        # The space that cuDNN keeps for its backward kernel: without elements, since that kernel did not run.
+        # The reserve space of cuDNN's backward kernel: empty, since cuDNN did not run.
         results.append(call.operands[0].new_empty([0], dtype=result_dtype(call, 3), layout=None, device=None))
     if "running_mean" in values:
         results += _update_running_statistics(call, mean, variance)
@@ -322,9 +322,9 @@ def _batch_norm(call: LocalCall) -> Any:
 
 
 def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> list[Any]:
-    """The running statistics moved towards those of the batch; the variance kept is the unbiased one."""
+    """The running statistics, updated by those of the batch, with the unbiased variance."""
     values, momentum, count = named_values(call), call.arg("momentum"), _family(call.call).count
-    # As torch keeps it: what normalises the batch is the biased one.
+    # As in torch; the biased variance normalises the batch.
     unbiased = variance * (count / max(count - 1, 1))
     fresh = {"running_mean": mean, "running_var": unbiased}
     return [values[name] * (1.0 - momentum) + value * momentum for name, value in fresh.items()]
@@ -332,10 +332,10 @@ def _update_running_statistics(call: LocalCall, mean: Any, variance: Any) -> lis
 
 @rule_maker("aten.native_batch_norm_backward", "aten.batch_norm_backward")
 def batch_norm_backward(call: OpCall) -> Rule:
-    """Gradients of input, weight and bias, linear in the incoming one.
+    """Gradients of input, weight and bias, linear in the incoming gradient.
 
-    In training the sums over the batch are exchanged inside, and are the gradients of weight and bias; in inference
-    those are left partial over the batch.
+    In training, sums over the batch are reduced inside, and are the gradients of weight and bias; in inference, the
+    gradients of weight and bias are partial over the batch.
     """
     family = _family(call)
     names, image = family.names, family.image
@@ -361,7 +361,7 @@ def _batch_norm_backward(call: LocalCall) -> Any:
     values, family = named_values(call), _family(call.call)
     dtype = accumulation_dtype(values["input"].dtype)
     gradient, x = values["grad_out"].to(dtype), values["input"].to(dtype)
-    # Both kernels save the reciprocal deviation; one of them calls it a variance.
+    # Both kernels save the reciprocal standard deviation; one of them calls it a variance.
     deviation = values["save_invstd" if "save_invstd" in values else "save_var"].to(dtype)
     mean, scale = _per_channel(call, values["save_mean"].to(dtype)), _per_channel(call, deviation)
     normal = (x - mean) * scale
@@ -372,7 +372,7 @@ def _batch_norm_backward(call: LocalCall) -> Any:
 
 
 def _channel_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, sums: Sequence[Any]) -> Any:
-    """Gradient of the input, centered over each channel: the weight, one number of it, is part of the scale."""
+    """Gradient of the input, centered per channel; the weight, one number per channel, is part of the scale."""
     values, count = named_values(call), _family(call.call).count
     along, straight = (_per_channel(call, value / count) for value in sums)
     gradient = _center(gradient, normal, straight, along)
@@ -383,11 +383,11 @@ def _channel_gradient(call: LocalCall, gradient: Any, normal: Any, scale: Any, s
 
 # Weight normalisation: the direction of a weight and its length, one number per slice of the dim `dim`.
 #
-# The other dims may be sharded as well: the ranks then exchange sums of one number per slice.
+# The other dims may be sharded too: ranks then exchange sums, one number per slice.
 
 
 def _weight_dims(call: OpCall) -> tuple[str, str, list[str]]:
-    """Dims of the weight, dims of its lengths, and the names of the dims that are summed over."""
+    """Dims of the weight, dims of its lengths, and the names of the dims summed over."""
     names = factor_names("d", len(call.operands[0].shape))
     kept = names[call.arg("dim")]
     weight = " ".join("o" if name == kept else name for name in names)
@@ -401,7 +401,7 @@ def _summed_names(call: OpCall) -> list[str]:
 
 @rule_maker("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
 def weight_norm(call: OpCall) -> Rule:
-    """The weight `v · g / |v|` and the lengths `|v|`; or the gradients of `v` and `g`, linear in the incoming one."""
+    """The weight `v · g / |v|` and the lengths `|v|`; or the gradients of `v` and `g`, linear in the incoming."""
     weight, lengths, summed = _weight_dims(call)
     backward = call.is_backward
     return bind_named(
@@ -418,7 +418,7 @@ def weight_norm(call: OpCall) -> Rule:
 
 
 def _slice_sum(call: LocalCall, value: Any) -> Any:
-    """Sum over all dims but the one that is kept, other ranks included; dims of size one stay."""
+    """Sum over all dims but the argument `dim`, on all ranks, keeping dims of size 1."""
     rank = len(value.shape)
     dims = [dim for dim in range(rank) if dim != call.arg("dim") % rank]
     return all_reduce_over(call, value.sum(dims, True), _summed_names(call.call))
@@ -440,7 +440,7 @@ def _weight_norm_backward(call: LocalCall) -> Any:
     return cast_results(call, [across * (g / lengths), grad_g])
 
 
-# Rows that are scaled down to a largest norm: each on its own, and each needed whole.
+# Rows scaled down to a maximum norm: rows are independent, and each must be whole.
 
 
 @rule_maker("aten.renorm")
@@ -454,7 +454,7 @@ def _renorm(call: OpCall) -> Rule:
 
 @rule_maker("aten.embedding_renorm")
 def _embedding_renorm(call: OpCall) -> Rule:
-    """Rows of a table that the indices name; a rank of a sharded table scales its own."""
+    """Rows of a table, by index; a rank of a sharded table scales its own rows."""
     return bind("v^ d!, ...! -> v d!", call, local=_local_embedding_renorm)
 
 
@@ -462,6 +462,6 @@ def _embedding_renorm(call: OpCall) -> Rule:
 def _local_embedding_renorm(call: LocalCall) -> Any:
     table, indices = call.operands
     stretch = call.operand_shape(0)[0]
-    # Indices of other ranks' rows go to a spare row behind the end.
+    # Indices of other ranks' rows refer to a spare row after the end.
     place, _ = localize_index(call, indices, "v", stretch, stretch)
     return drop_spare(call.run(operands=[append_spare(table, [0]), place]), [0])

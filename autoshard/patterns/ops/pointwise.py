@@ -10,28 +10,28 @@ from autoshard.patterns.registry import rule_maker
 from autoshard.patterns.rule import OpCall, Rule, build, is_inexact
 
 Sets = Mapping[int, str]
-"""Linear sets by the number of tensor operands: `aten.add.Tensor` may be called with a number in place of one."""
+"""Number of tensor operands -> linear sets: `aten.add.Tensor` also takes a number in place of a tensor."""
 
 
 def pointwise_rule(call: OpCall, linear: Sets | None = None) -> Rule:
     """The rule of a pointwise call.
 
     Args:
-        linear: linear sets by number of operands. They hold for floating and complex results only: integers divide
-            with rounding and booleans do not add up.
+        linear: linear sets by number of operands, for floating and complex results only: integers divide with rounding,
+            and booleans cannot be summed.
     """
     count = len(call.operands)
     exact = all(meta and not is_inexact(meta.dtype) for meta in call.results)
     sets = "" if exact or linear is None else linear.get(count, "")
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.results))
-    # Integers are not divided by what pads them, which may be zero: some devices trap.
+    # Padding may be zero, and some devices trap on an integer division by zero.
     divides = call.name.partition("::")[2] in _DIVISIONS and not any(
         meta and meta.dtype.is_floating_point for meta in call.results
     )
     return bind(text, call, linear=sets, fill={"...": 1.0} if divides else {})
 
 
-# Operators that raise an error, or trap, where they divide integers by zero.
+# Operators that raise an error or trap when they divide integers by zero.
 _DIVISIONS = ("floor_divide", "remainder", "fmod", "div")
 _ONE_OPERAND = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
@@ -57,8 +57,7 @@ _SEVERAL_OPERANDS = """
 """
 rule_maker(*(f"aten.{name}" for name in (_ONE_OPERAND + _SEVERAL_OPERANDS).split()))(pointwise_rule)
 
-# A product is linear in either factor, a sum in all its terms jointly: a term that is whole would be added once for
-# each rank of a partial one.
+# A product is linear in either operand, a sum in all terms jointly: a replicated term would be added once per rank.
 _LINEAR: tuple[tuple[str, Sets], ...] = (
     ("neg positive real imag _conj conj_physical _conj_physical _neg_view div.Scalar mul.Scalar", {1: "0"}),
     ("_masked_scale", {2: "0, 1"}),
@@ -72,7 +71,7 @@ _LINEAR: tuple[tuple[str, Sets], ...] = (
     ("addcmul", {3: "0+1, 0+2"}),
     ("addcdiv", {3: "0+1"}),
     ("copy", {2: "1"}),
-    # Backwards are linear in the incoming gradient alone.
+    # Backward operators are linear in the incoming gradient only.
     (
         "elu_backward gelu_backward hardsigmoid_backward hardtanh_backward leaky_relu_backward logit_backward "
         "sigmoid_backward silu_backward hardswish_backward mish_backward softplus_backward softshrink_backward "
@@ -89,13 +88,13 @@ for _names, _sets in _LINEAR:
 @rule_maker("aten.where.ScalarSelf", number="self", linear="1")
 @rule_maker("aten.where.ScalarOther", number="other", linear="1")
 def _with_number(call: OpCall, number: str, linear: str) -> Rule:
-    """A number in place of a tensor: zeros leave a partial sum partial, any other would be added once per rank."""
+    """A number in place of a tensor: linear only for 0, since any other number would be added once per rank."""
     return pointwise_rule(call, {2: linear} if call.arg(number) == 0 else None)
 
 
 @rule_maker("aten.glu", "aten.glu_backward")
 def _glu(call: OpCall) -> Rule:
-    """The two halves of a dim multiply each other: the dim is (2, n) on one side and n on the other."""
+    """The product of two halves of a dim, which is (2, n) in the operand and n in the result."""
     gated = call.operands[-1]
     dim = call.arg("dim") % len(gated.shape)
     sizes = numbered_dims(gated.shape)

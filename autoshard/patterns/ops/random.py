@@ -1,10 +1,9 @@
 """Random operators: each becomes a function of the step's seed, whether it is split or not.
 
-The default generators of the ranks do not agree, and a graph that is recomputed must not draw anew; so no random
-operator of a graph runs as it stands. Local programs draw by operators of the `autoshard` namespace. What they give
-depends on the seed, the number of the operator in the program (`stream`) and the shard, and on nothing else: replicas
-of a shard agree, different shards differ, and drawing again gives the same numbers. The device's own generator is
-neither read nor moved. All dims may be sharded, every shard drawing numbers of its own.
+Default generators differ between ranks, and recomputation must not draw new numbers, so no random operator of a graph
+runs unchanged. Local programs draw by operators of the `autoshard` namespace. Their results depend only on the seed,
+the number of the operator in the program (`stream`) and the shard: replicas of a shard agree, shards differ, and a
+rerun draws the same numbers. The device's generator is neither read nor advanced. All dims may be sharded.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from autoshard.patterns.registry import rule, rule_maker
 from autoshard.patterns.rule import LocalProgram, OpCall, Rule, TensorMeta
 
 _MASK = (1 << 64) - 1
-# Uniform numbers that are held at once where others are made of them: 64 MiB of float32.
+# Number of uniform numbers held at once while others are computed from them: 64 MiB of float32.
 _BLOCK = 1 << 24
 
 _STEP = "Tensor seed, int stream, Tensor? shard"
 
 
 def _splitmix64(value: int) -> int:
-    """A 64-bit hash that spreads neighbouring numbers (the finalizer of SplitMix64)."""
+    """A 64-bit hash (the finalizer of SplitMix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -44,16 +43,16 @@ def generator(seed: Tensor, stream: int, shard: Tensor | None, device: torch.dev
     """The generator of one shard of one random operator in one step.
 
     Args:
-        seed: the step's seed, a 0-d integer tensor; on the CPU it costs no synchronisation.
+        seed: the step's seed, a 0-d integer tensor; on the CPU, reading it needs no synchronisation.
         stream: number of the operator in the program.
-        shard: which shard is drawn, a 0-d integer tensor; None for a tensor that is not split.
+        shard: index of the shard, a 0-d integer tensor; None for a tensor that is not split.
         device: where the numbers are needed.
     """
     return _generator(_key(seed, stream, shard), device)
 
 
 def _key(seed: Tensor, stream: int, shard: Tensor | None) -> int:
-    """A 64-bit number of one shard of one random operator in one step."""
+    """The 64-bit key of one shard of one random operator in one step."""
     index = 0 if shard is None else int(shard) + 1
     return _splitmix64(_splitmix64(_splitmix64(int(seed) & _MASK) ^ stream) ^ index)
 
@@ -62,13 +61,12 @@ def _generator(key: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(key)
 
 
-# Numbers with parameters that are numbers: operators `name(size, *parameters, seed, stream, shard, *, dtype, device)`.
+# Distributions with scalar parameters: operators `name(size, *parameters, seed, stream, shard, *, dtype, device)`.
 
 
 def _is_stateless(values: Tensor) -> bool:
-    """Return True if numbers that depend on a key alone can be drawn into a tensor."""
-    # A GPU's generator gives numbers that hang on its number of multiprocessors, too: by the stateless one, unlike GPUs
-    # agree.
+    """Return True if the stateless generator can fill a tensor."""
+    # A GPU's default generator depends on its number of multiprocessors, too; the stateless one agrees on all GPUs.
     return values.is_floating_point() and has_philox(values.device.type)
 
 
@@ -89,7 +87,7 @@ def _integers(values: Tensor, key: int, low: int, high: int) -> Tensor:
         return values.random_(low, high, generator=_generator(key, values.device))
     width = high - low
     for offset, block in _blocks(values):
-        if width > 1 << 53:  # more than a float64 tells apart: 31 bits and 32 bits
+        if width > 1 << 53:  # beyond the precision of float64: combine 31 and 32 bits
             drawn = _integers_below(block, key, offset, 1 << 31) << 32 | _integers_below(
                 block, _splitmix64(key), offset, 1 << 32
             )
@@ -109,17 +107,17 @@ def _fill_bernoulli(values: Tensor, key: int, p: float) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Parts of a contiguous tensor that are no longer than a block, each with the place where it begins."""
+    """Split a contiguous tensor into blocks, each with its start."""
     return ((number * _BLOCK, block) for number, block in enumerate(values.view(-1).split(_BLOCK)))
 
 
 def _fractions(block: Tensor, key: int, offset: int, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1), as many as a block has."""
+    """Uniform numbers in [0, 1), one per element of a block."""
     return philox_uniform_(torch.empty(block.shape, dtype=dtype, device=block.device), key, offset, 0.0, 1.0)
 
 
 def _integers_below(block: Tensor, key: int, offset: int, width: int) -> Tensor:
-    """Integers from 0 to `width` - 1, at most 2**53 of them, as many as a block has."""
+    """Uniform integers from 0 to `width` - 1, one per element of a block; `width` is at most 2**53."""
     return _fractions(block, key, offset, torch.float64).mul_(width).to(torch.int64)
 
 
@@ -143,7 +141,7 @@ _define_fill("integers", "int low, int high", _integers)
 _define_fill("bernoulli", "float p", _fill_bernoulli)
 
 
-# Numbers with tensors as parameters, of the shape of the first: operators `name(*parameters, seed, stream, shard)`.
+# Distributions with tensor parameters, of the shape of the first: operators `name(*parameters, seed, stream, shard)`.
 
 
 def _define_sample(name: str, parameters: str, sample: Callable[..., Tensor]) -> None:
@@ -166,7 +164,7 @@ _define_sample("dirichlet", "Tensor concentration", torch.ops.aten._sample_diric
 _define_sample("binomial", "Tensor count, Tensor probability", torch.binomial)
 
 
-# A seed of one shard of one random operator: a 0-d tensor on the host, no negative number.
+# A seed for one shard of one random operator: a non-negative 0-d tensor on the host.
 define_operator(
     f"key({_STEP}) -> Tensor",
     lambda seed, stream, shard: torch.full((), _key(seed, stream, shard) >> 1, dtype=torch.int64, device="cpu"),
@@ -183,14 +181,14 @@ def draw(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Emit one of the operators of `draws`, every shard with numbers of its own.
+    """Emit one of the operators of `draws`, with different numbers on every shard.
 
     Args:
-        call: the call; every factor that it may shard is one of the drawn tensor.
+        call: the call; all of its sharded factors are factors of the drawn tensor.
         op: the operator.
-        parameters: what it takes after the size.
-        size: local shape of what is drawn; that of the first result by default.
-        dtype: its element type; that of the first result by default.
+        parameters: its arguments after the size.
+        size: local shape of the drawn tensor; that of the first result by default.
+        dtype: its dtype; that of the first result by default.
     """
     emit = call.emit
     device = call.operands[0].device if call.operands else emit.home
@@ -205,7 +203,7 @@ def draw(
 
 
 def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
-    """Arguments of every drawing operator: the step's seed, the operator's number, and the number of the shard.
+    """Arguments of every drawing operator: the step's seed, the operator's number, and the index of the shard.
 
     Seed and shard are on the CPU: generators are seeded by the host.
     """
@@ -213,7 +211,7 @@ def draw_arguments(call: LocalCall) -> tuple[Any, int, Any]:
 
 
 def shard_index(call: LocalCall) -> Any:
-    """Number of the shard of a call that this rank has, on the CPU: ranks with the same shard have the same number."""
+    """Index of this rank's shard of a call, on the CPU, equal for replicas of a shard."""
     return call.linear_index([axis for axis, choice in enumerate(call.choices) if choice >= 0], host=True)
 
 
@@ -224,7 +222,7 @@ def _native_dropout(call: LocalCall) -> Any:
         return call.run()
     mask = draw(call, draws.bernoulli.default, 1.0 - p, dtype=result_dtype(call, 1))
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-    # Masking and scaling in one pass is what the backward kernel does.
+    # The backward kernel masks and scales in one pass.
     return call.operands[0].native_dropout_backward(mask, scale), mask
 
 
@@ -233,19 +231,19 @@ rule("aten.native_dropout_backward", "..., ... -> ...", linear="0")
 
 
 def _draw_rule(call: OpCall, local: LocalProgram) -> Rule:
-    """Operands and result that are broadcast together, or a result alone, whose dims are the only loops."""
+    """Operands broadcast to the result; or, without operands, one factor per dim of the result."""
     if call.operands:
         return bind(f"{', '.join('...' for _ in call.operands)} -> ...", call, local=local, uneven=True)
     return bind(f"-> {' '.join(factor_names('d', len(call.result.shape)))}", call, local=local, uneven=True)
 
 
 def register_draw(program: LocalProgram, *names: str) -> None:
-    """Register operators of ATen by the program that draws their result."""
+    """Register operators of ATen with the program that draws their result."""
     rule_maker(*(f"aten.{name}" for name in names), local=program)(_draw_rule)
 
 
 def draw_program(op: Any, *arguments: str | float) -> Callable[[LocalCall], Any]:
-    """A program that draws with parameters that are numbers, or the call's arguments of these names."""
+    """A program that draws with scalar parameters: numbers, or names of the call's arguments."""
 
     def program(call: LocalCall) -> Any:
         return draw(call, op, *(call.arg(value) if isinstance(value, str) else value for value in arguments))
@@ -274,7 +272,7 @@ def _uniform(call: LocalCall, dtype: torch.dtype | None, size: Sequence[int] | N
 
 def _exponential_noise(call: LocalCall, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
     """The negative of exponentially distributed numbers of rate one."""
-    # Zero is drawn and one is not, so that 1 - u is never zero.
+    # u is in [0, 1), so 1 - u is never zero.
     return (-_uniform(call, dtype, size)).log1p()
 
 
@@ -282,10 +280,10 @@ register_draw(lambda call: _exponential_noise(call) * (-1.0 / call.arg("lambd"))
 
 
 def _bernoulli(call: LocalCall) -> Any:
-    """Ones with the probabilities in the last operand, which is the first where there is only one."""
+    """Ones with the probabilities in the last, or only, operand."""
     probabilities = call.operands[-1]
     uniform = _uniform(call, accumulation_dtype(probabilities.dtype))
-    # In the probabilities' own half precision a small one would round to few of the uniform numbers, or to none.
+    # Half-precision uniform numbers are too coarse for small probabilities.
     return (uniform < probabilities).to(result_dtype(call))
 
 
@@ -305,7 +303,7 @@ register_draw(_normal, "normal.Tensor_float", "normal.float_Tensor", "normal.Ten
 
 def _randperm(call: LocalCall) -> Any:
     """A permutation, the same on every rank."""
-    # Sorted by keys in double precision: that two of many are equal, and the order not random, is as good as excluded.
+    # Double-precision sort keys make ties, whose order would not be random, practically impossible.
     return _uniform(call, torch.float64).argsort(stable=True).to(result_dtype(call))
 
 
@@ -318,16 +316,16 @@ def _multinomial(call: LocalCall) -> Any:
     weights = weights.to(accumulation_dtype(weights.dtype))
     if call.arg("replacement") and count > 1:
         return _with_replacement(call, weights)
-    # Exponential clocks: the first to ring have the odds of draws one after another without replacement.
+    # Exponential clocks: the first k to ring are distributed as k sequential draws without replacement.
     return (weights / -_exponential_noise(call, weights.shape, weights.dtype)).topk(count)[1]
 
 
 def _with_replacement(call: LocalCall, weights: Any) -> Any:
-    # The quantile function of the weights: as many uniform numbers as there are draws.
+    # Inverse transform sampling: one uniform number per draw.
     cumulative = weights.cumsum(-1)
     total = cumulative.slice(-1, -1)
     sample = cumulative.searchsorted(_uniform(call, weights.dtype) * total, right=True)
-    # Rounding may put a number drawn close to the total behind the last step.
+    # Rounding may put a number close to the total after the last step.
     return sample.clamp_max(weights.shape[-1] - 1)
 
 
@@ -336,8 +334,7 @@ rule("aten.multinomial", "... d! -> ... k!", local=_multinomial, uneven=True)
 
 # Further distributions.
 #
-# Numbers of one distribution are made of others by its quantile function, where it has a simple one, so that they
-# need no operator of their own.
+# Where a distribution has a simple quantile function, its numbers are computed from uniform ones, without an operator.
 
 
 def _cauchy(call: LocalCall) -> Any:
@@ -347,7 +344,7 @@ def _cauchy(call: LocalCall) -> Any:
 
 def _geometric(call: LocalCall) -> Any:
     """Number of trials up to the first success, at least one."""
-    # P(trials > k) = (1 - p)^k: its logarithm, inverted.
+    # Inverts P(trials > k) = (1 - p)^k.
     survival = (-_uniform(call, torch.float64)).log1p()
     return (survival / math.log1p(-call.arg("p"))).ceil().clamp_min(1.0).to(result_dtype(call))
 
@@ -368,7 +365,7 @@ def _random(call: LocalCall) -> Any:
 
 
 def _random_limit(dtype: torch.dtype) -> int:
-    """The end of the numbers that `Tensor.random_` draws: all that a dtype holds without gaps."""
+    """The exclusive upper bound of `Tensor.random_`: the dtype represents all integers below it."""
     if dtype.is_floating_point:
         return round(2 / torch.finfo(dtype).eps) + 1
     return 2 if dtype is torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
@@ -378,12 +375,12 @@ register_draw(_random, "random.from", "random.default")
 
 
 def _register(kernel: Any, text: str, *names: str) -> None:
-    """Register operators that draw with tensors as parameters, by a kernel that takes these and the step."""
+    """Register operators that draw with tensor parameters, by a kernel that takes these and `draw_arguments`."""
 
     def program(call: LocalCall) -> Any:
         return call.emit.call(kernel, *call.operands, *draw_arguments(call))
 
-    # Ones are parameters of any of these; kernels that try until a number is accepted must not get what is none.
+    # Pad with ones, valid for all distributions: rejection samplers may never end for invalid parameters.
     rule(names, text, local=program, fill={"...": 1.0})
 
 
@@ -396,7 +393,7 @@ rule("aten._dirichlet_grad.default", "... k!, ... k!, ... k! -> ... k!")
 
 
 def _rrelu(call: LocalCall) -> Any:
-    """A rectifier whose slope for negative numbers is drawn: the value, and the slopes."""
+    """Leaky ReLU with random slopes for negative numbers: the value, and the slopes."""
     if not call.arg("training"):
         return call.run()
     x = call.operands[0]

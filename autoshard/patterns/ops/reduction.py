@@ -1,4 +1,4 @@
-"""Reductions whose shards leave partial results of some kind, or agree by one reduction inside."""
+"""Reductions: shards give partial results of some kind, or are reduced inside the local program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
     """The dims that a reduction removes: those in its argument `dim`, or all."""
     ndim = len(call.operands[0].shape)
     dim = call.arg("dim") if "dim" in call.argument_names else None
-    # `any` and `all` take an empty list at its word; for all others it stands for all dims.
+    # For `any` and `all` an empty list means no dims; for all others, all dims.
     if dim == () and call.name in ("aten::any", "aten::all"):
         return ()
     if dim is None or dim == ():
@@ -55,13 +55,13 @@ def reduction_rule(
     """A reduction over the dims in the argument `dim`, for any number of results.
 
     Args:
-        kinds: kind of partial that the shards of a reduced dim leave, for all results or one kind for each; None
-            where `local` reduces inside.
+        kinds: kind of partial result where a reduced dim is sharded, for all results or one kind for each; None where
+            `local` reduces inside.
         split: whether a reduced dim may be sharded at all.
-        contiguous: whether of a reduced dim only whole stretches may be taken.
+        contiguous: whether a reduced dim may only be split into contiguous stretches.
         exchange: bytes that `local` all-reduces inside, or the collectives that it runs.
-        fill: the number that does not change the result, where there is one; it takes the place of padding.
-        uneven: whether `local` copes with padding of a reduced dim where no one number does.
+        fill: the neutral element, if there is one, which replaces padding.
+        uneven: whether `local` handles padding of a reduced dim without a neutral element.
     """
     sizes = numbered_dims(call.operands[0].shape)
     names = reduced_names(call)
@@ -89,7 +89,7 @@ def reduced_names(call: OpCall) -> list[str]:
 
 
 def sharded_dims(call: LocalCall) -> list[str]:
-    """Names of the dims that a reduction removes and that are sharded."""
+    """Names of the sharded dims that a reduction removes."""
     return [name for name in reduced_names(call.call) if call.axes(name)]
 
 
@@ -99,7 +99,7 @@ rule_maker("aten.nansum", "aten.count_nonzero", fill=0.0)(reduction_rule)
 
 @rule_maker("aten.mean")
 def _mean(call: OpCall) -> Rule:
-    """A mean over shards is no plain partial sum: each rank's mean counts for its share of the elements."""
+    """The mean of a shard is not a partial sum: weigh each rank's mean by its share of the elements."""
     return reduction_rule(call, linear=[{0}], local=_local_mean, fill=0.0)
 
 
@@ -108,7 +108,7 @@ def _local_mean(call: LocalCall) -> Any:
     whole = math.prod(call.call.operands[0].shape[dim] for dim in dims)
     local = math.prod(call.size(f"d{dim}") for dim in dims)
     mean = call.run()
-    # The local count is that of the kernel, padding included: with it the mean becomes the shard's part of the sum.
+    # The kernel divides by the local count, padding included: multiply by it for the shard's term of the sum.
     return mean if local == whole else mean * (local / whole)
 
 
@@ -126,8 +126,8 @@ def _aminmax(call: OpCall) -> Rule:
 
 
 def _local_aminmax(call: LocalCall) -> Any:
-    """Both at once; where a reduced dim is padded, by what is as far off as can be for either."""
-    # No one number is neutral for both: padded, the operator runs twice.
+    """Minimum and maximum at once; with padding, by separate neutral elements."""
+    # No number is neutral for both: with padding, the operator runs twice.
     (value,), names = call.operands, sharded_dims(call)
     least, largest = (without_padding(call, 0, value, names, far) for far in (math.inf, -math.inf))
     if least is value:
@@ -137,7 +137,7 @@ def _local_aminmax(call: LocalCall) -> Any:
 
 @rule_maker("aten.any", "aten.all", "aten._is_any_true", "aten._is_all_true")
 def _any_all(call: OpCall) -> Rule:
-    """Truth values are no numbers that a partial result could be made of: they are agreed upon at once."""
+    """Booleans cannot be partial: reduce them inside the local program."""
     fill = 0.0 if "any" in call.name else 1.0
     return reduction_rule(call, kinds=(None,), local=_local_any_all, exchange=call.result.bytes, fill=fill)
 
@@ -151,13 +151,13 @@ def _local_any_all(call: LocalCall) -> Any:
     return all_reduce_over(call, value.to(torch.uint8), names, kind).to(result_dtype(call))
 
 
-# Elements picked by their rank among all of a dim, which must be whole.
+# Order statistics of a dim, which must be whole.
 rule_maker("aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue", split=False)(reduction_rule)
 
 
 @rule_maker("aten.logsumexp")
 def _logsumexp(call: OpCall) -> Rule:
-    """A sharded dim exchanges the maximum and the sum of exponentials."""
+    """Ranks of a sharded dim exchange the maximum and the sum of exponentials."""
     return reduction_rule(
         call,
         kinds=(None,),
@@ -173,26 +173,26 @@ def _local_logsumexp(call: LocalCall) -> Any:
     dims, names = list(reduced_dims(call.call)), sharded_dims(call)
     value = call.operands[0].to(result_dtype(call))  # differences of integers may overflow
     top = all_reduce_over(call, value.amax(dims, True), names, "max")
-    # An infinite maximum is its own logarithm of the sum; subtracting it would give nan.
+    # If the maximum is infinite, so is the result; subtracting it would give nan.
     top = top.masked_fill(top.abs().eq(math.inf), 0)
     total = all_reduce_over(call, (value - top).exp().sum(dims, True), names)
     return (total.log() + top).reshape(list(call.result_shape())).to(result_dtype(call))
 
 
-# Extreme values and where they stand: the ranks agree on the value, then on the first place that holds it.
+# Extreme values and their indices: ranks agree on the value, then on its first index.
 #
-# torch gives the first of equal values, and takes nan for more extreme than any number. A rank offers the place of
-# its own extreme value if that is the extreme of all; of the places offered, the first wins. A nan is offered as if
-# it stood in front of everything, so that the collective may treat it as it likes.
+# torch returns the first of equal values, and nan is more extreme than any number. A rank offers the index of its
+# extreme value if that is the global one; the smallest offered index wins. The index of a nan is offered before all
+# others, so that the result does not depend on how the collective treats nan.
 
 
 @rule_maker("aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin")
 def _extreme(call: OpCall) -> Rule:
-    """Values, if they are asked for, and indices; a sharded dim exchanges one of each twice."""
+    """Values, if requested, and indices; ranks of a sharded dim exchange one of each."""
     dtype, place = call.operands[0].dtype, call.results[-1]
     assert place is not None
     exchange = math.prod(place.shape) * (dtype.itemsize + place.dtype.itemsize)
-    # Padding stands behind all elements, so that the first place is an element's even where all are as extreme as it.
+    # Padding is after all elements, so the first index is that of an element even where all equal the padding.
     fill = -math.inf if "max" in call.name else math.inf
     return reduction_rule(call, kinds=(None,), contiguous=True, local=_local_extreme, exchange=exchange, fill=fill)
 
@@ -202,9 +202,9 @@ def _local_extreme(call: LocalCall) -> Any:
     (value,), dims, names = call.operands, reduced_dims(call.call), sharded_dims(call)
     dtype = value.dtype
     if dtype is torch.bool:
-        # The kernels of `max` take truth values, the collective does not.
+        # Kernels of `max` accept booleans, the collective does not.
         value = value.to(torch.uint8)
-    if len(dims) != 1:  # all of them, as if they were one
+    if len(dims) != 1:  # all dims, flattened
         value = value.reshape([-1])
     dim = dims[0] if len(dims) == 1 else 0
     largest = "max" in call.call.name
@@ -218,7 +218,7 @@ def _local_extreme(call: LocalCall) -> Any:
 
 
 def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
-    """A row-major index into the local dims `dims` as one into the whole dims."""
+    """Convert a row-major index into the local dims `dims` to one into the global dims."""
     whole, local = call.call.operands[0].shape, call.operand_shape(0)
     total, stride = None, 1
     for dim in reversed(dims):
@@ -233,10 +233,10 @@ def _global_index(call: LocalCall, place: Any, dims: Sequence[int]) -> Any:
 
 
 def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str], kind: str) -> tuple[Any, Any]:
-    """The extreme value of all ranks, and the first place that holds it."""
+    """The extreme value of all ranks, and its first index."""
     emit, last = call.emit, math.prod(call.call.operands[0].shape)
     top = all_reduce_over(call, best, names, kind)
-    # Behind all places of nan, and in front of no offer.
+    # Between all indices of nan, and "no offer".
     offer = emit.where(best.eq(top), place + last, 2 * last)
     number = best.dtype.is_floating_point
     if number:
@@ -249,7 +249,7 @@ def _global_extreme(call: LocalCall, best: Any, place: Any, names: Sequence[str]
 
 @rule_maker("aten.value_selecting_reduction_backward")
 def _selected_backward(call: OpCall) -> Rule:
-    """Gradient of max, min, median along a dim: where that dim is sharded, a rank fills in what falls to it."""
+    """Gradient of max, min, median along a dim; where the dim is sharded, a rank writes within its stretch."""
     sizes = numbered_dims(call.result.shape)
     name = f"d{argument_dim(call, len(sizes))}"
     source: NamedDims = [[] if dim == name else dim for dim in sizes if call.arg("keepdim") or dim != name]
@@ -265,15 +265,15 @@ def _local_selected_backward(call: LocalCall) -> Any:
     gradient, index = call.operands
     if not call.arg("keepdim"):
         gradient, index = (value.unsqueeze(dim) for value in (gradient, index))
-    # Compared, not scattered: indices of other ranks' stretches would point outside of this one.
+    # Compare, not scatter: indices of other stretches are out of range here.
     held = positions(call, f"d{dim}", shape[dim], gradient.device)
     return call.emit.where(index.eq(reshape_along(held, dim, len(shape))), gradient, 0)
 
 
-# Norms of vectors: sums of powers, whose shards leave partial results or are put together from the shards' norms.
+# Vector norms: shards give partial results, or the norm is computed from the shards' norms.
 
 _PARTIAL = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}
-"""Kind of partial that the norm of a shard is, for those orders where it is one."""
+"""Order -> kind of partial result that a shard's norm is; other orders have none."""
 
 
 def _order(call: OpCall) -> float:
@@ -292,7 +292,7 @@ def _norm(call: OpCall) -> Rule:
 
 
 def _neutral(order: float) -> float:
-    """The number that does not change a norm: its power is zero, or it is never the least."""
+    """The number that does not change a norm: its power is zero, or it is never the minimum."""
     return math.inf if order < 0 else 0.0
 
 
@@ -301,33 +301,33 @@ def _dist(call: OpCall) -> Rule:
     """The norm of the difference of two tensors that are broadcast together."""
     order = _order(call)
     kind = _PARTIAL.get(order)
-    equal = len({meta.shape for meta in call.operands}) == 1  # padding of both, at no distance
+    equal = len({meta.shape for meta in call.operands}) == 1  # padding of both, at distance 0
     fill = {"...": 0.0} if equal and order >= 0 else {}
     local = None if kind else _combine_norms
     return bind("..., ... -> ", call, reduce={"...": kind}, local=local, uneven=(), fill=fill)
 
 
 def _combine_norms(call: LocalCall) -> Any:
-    """The norm of all from the norms of the shards, which are summed up as powers."""
-    # By the rule, not by `reduced_dims`: `dist` has no argument `dim`.
+    """The norm from the norms of the shards, whose powers are summed."""
+    # From the rule, not by `reduced_dims`: `dist` has no argument `dim`.
     kept = {index for dim in call.rule.results[0] or () for index in dim}
     reduced = (factor.base for index, factor in enumerate(call.rule.factors) if index not in kept)
     names = [name for name in dict.fromkeys(reduced) if call.axes(name)]
     if not names:
         return call.run()
     order = _order(call.call)
-    # A power may be beyond the range of half precision though the norm is not.
+    # A power may overflow half precision though the norm does not.
     norm = call.run().to(accumulation_dtype(result_dtype(call)))
     total = all_reduce_over(call, norm.pow(order), names)
     return total.pow(1 / order).to(result_dtype(call))
 
 
-# Mean and variance over sharded dims: every rank takes those of its part, and one gather joins them.
+# Mean and variance over sharded dims: each rank computes those of its part, and one gather combines them.
 #
-# Sums of squares minus the square of the sum would be one all-reduce, and lose all digits where the mean is large
-# beside the deviations. Two passes, a sum first and then the squares of deviations from the mean, would be two. Moments
-# of parts are joined as exactly by one gather. It takes as long as one of these while it has few numbers: on eight H100
-# it is the faster way up to a hundred thousand means.
+# The sum of squares minus the square of the sum would need one all-reduce, but loses all digits where the mean is large
+# relative to the deviations. Two passes, a sum and then the squared deviations, would need two. One gather of moments
+# is as exact, and takes as long as one all-reduce for few numbers: on eight H100 it is faster than two up to a hundred
+# thousand means.
 #
 # Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983): pairwise joins, shifted data.
 
@@ -336,23 +336,22 @@ def moments_exchange(means: int, dtype: torch.dtype) -> list[Exchange]:
     """Collectives of `joined_moments` when one factor is sharded.
 
     Args:
-        means: how many there are.
-        dtype: of what they are the means of.
+        means: number of means.
+        dtype: of the elements.
     """
     return [("gather_of_each", 3 * means * accumulation_dtype(dtype).itemsize)]
 
 
 def joined_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any]:
-    """Mean and biased variance over dims of which the ranks hold parts, as exact as those of one device.
+    """Mean and biased variance over sharded dims, as exact as on one device.
 
     Args:
         call: the call.
-        value: what a rank holds. Padding along the factors of `layout` is zero.
-        layout: for every dim of `value`, the factors that it is made of, such as `"k s0"`; `""` for dims that stay.
+        value: the local tensor. Padding along the factors of `layout` is zero.
+        layout: for every dim of `value`, its factors, such as `"k s0"`; `""` for dims that are not reduced.
 
     Returns:
-        Both in the dtype that sums are taken in, with one step along the dims that are reduced, equal on all ranks that
-        share the factors.
+        Both in the accumulation dtype, with reduced dims of size 1, equal on all ranks that share the factors.
     """
     factors = {index for dim in layout for name in dim.split() for index in call.rule.indices(name)}
     moments = _shard_moments(call, value, layout)
@@ -364,13 +363,13 @@ def joined_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
 
 
 def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Moments of a rank's part: an origin, how far the mean lies from it, and the biased variance.
+    """Moments of a rank's part: an origin, the distance of the mean from it, and the biased variance.
 
-    The origin is the first element, so that neither the mean nor its distance to those of other ranks is rounded as
-    coarsely as the numbers themselves. Where all of the part is padding, the moments are zero.
+    The origin is the first element, so that the mean and its distance to those of other ranks are rounded less coarsely
+    than the elements. The moments of a part that is all padding are zero.
     """
     dims = [dim for dim, factors in enumerate(layout) if factors]
-    # The first element along the dims, kept as dims of size one.
+    # The first element along the dims, which are kept with size 1.
     origin = value
     for dim in dims:
         origin = origin.slice(dim, 0, 1)
@@ -392,7 +391,7 @@ def _shard_moments(call: LocalCall, value: Any, layout: Sequence[str]) -> tuple[
 
 
 def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
-    """Number of elements of a rank along some factors, padding left out: `[1]`, in the dtype of `like`."""
+    """Number of elements of a rank along some factors, without padding: `[1]`, in the dtype of `like`."""
     emit, count = call.emit, None
     for name in names:
         ones = emit.full([call.size(name)], 1, dtype=like.dtype, device=like.device)
@@ -402,12 +401,12 @@ def _shard_count(call: LocalCall, like: Any, names: Sequence[str]) -> Any:
 
 
 def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) -> tuple[Any, Any, Any]:
-    """Moments of what the ranks of an axis have together, from those of each rank's part.
+    """Combine the moments of the ranks of an axis.
 
-    The origin is the first rank's, which has something wherever any rank has.
+    The origin is that of the first rank, which has elements if any rank does.
     """
     emit, size = call.emit, call.mesh.sizes[axis]
-    # One gather for all three: each has few numbers, and takes the time of a message.
+    # One gather for all three: they are small, and latency dominates.
     stacked = emit.stack(list(moments)).unsqueeze(0)
     gathered = emit.collective(collectives.all_gather_into_tensor.default, stacked, size, axis=axis)
     origins, offsets, variances = (gathered.select(1, index) for index in range(3))
@@ -427,10 +426,9 @@ def _combine_moments(call: LocalCall, moments: tuple[Any, Any, Any], axis: int) 
 
 
 def _rank_weights(call: LocalCall, like: Any, axis: int) -> Any:
-    """The share of all elements that every rank of an axis has, to weigh values `[ranks, ...]`; None for equal shares.
+    """Each rank's fraction of the elements on an axis, as weights for values `[ranks, ...]`; None for equal fractions.
 
-    It differs where the axis pads its factor, or shares it: what other axes do with a rank's part, they do with those
-    of all ranks of this one.
+    Fractions differ where the axis pads its factor or has unequal shares; other axes scale those of all ranks equally.
     """
     steps = steps_of_ranks(call, axis, like.device)
     if steps is None:
@@ -456,9 +454,9 @@ def _local_moments(call: LocalCall) -> Any:
     layout = [f"d{dim}" if dim in dims else "" for dim in range(len(shape))]
     mean, spread = joined_moments(call, call.operands[0], layout)
     count = math.prod(shape[dim] for dim in dims)
-    above, below = _correction(call.call).as_integer_ratio()  # a size less a float would be a float, at every size
+    above, below = _correction(call.call).as_integer_ratio()  # a dynamic size minus a float would become a plain float
     left = max(0.0, (count * below - above) / below)
-    # Joined moments are biased ones: of all elements.
+    # Combined moments are biased: divided by the number of all elements.
     if left != count:
         spread = spread * count / left
     name = call.call.name

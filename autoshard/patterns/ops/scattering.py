@@ -1,8 +1,8 @@
 """Scattering by index.
 
-Where elements are added into the result, the dims of the index may be sharded: they leave partial sums, to which what
-is added to counts once. Where the dim that is written to is sharded, a rank writes what falls into its stretch: what
-does not is made zero where elements are added, and goes to a spare row behind the end where they overwrite.
+Where elements are added to the operand, the dims of the index may be sharded: results are partial sums, in which the
+operand counts once. Where the dim written to is sharded, a rank writes within its stretch: other elements are zeroed if
+they are added, and written to a spare row after the end if they overwrite.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autoshard.patterns.rule import OpCall, Rule, build
 
 
 def append_spare(value: Any, dims: Sequence[int]) -> Any:
-    """The value with one more row behind the end of every dim in `dims`."""
+    """The value with one more row after the end of every dim in `dims`."""
     ndim = len(value.shape)
-    # `constant_pad_nd` counts from the last dim, before and behind in turn.
+    # `constant_pad_nd` takes (before, after) pairs from the last dim on.
     pad = [int(position % 2 == 1 and ndim - 1 - position // 2 in dims) for position in range(2 * ndim)]
     return value.constant_pad_nd(pad)
 
@@ -45,7 +45,7 @@ def drop_spare(value: Any, dims: Sequence[int]) -> Any:
 
 
 def _write_to_spare(call: LocalCall, index: Any, name: str, dim: int, *rest: Any) -> Any:
-    """The operator that writes along a sharded dim, where an index of another rank's stretch is that of a spare row."""
+    """Run an operator that overwrites along a sharded dim: other ranks' indices refer to a spare row."""
     stretch = call.operand_shape(0)[dim]
     place, _ = localize_index(call, index, name, stretch, stretch)
     written = call.run(operands=[append_spare(call.operands[0], [dim]), place, *rest])
@@ -58,7 +58,7 @@ def _write_to_spare(call: LocalCall, index: Any, name: str, dim: int, *rest: Any
 @rule_maker("aten.index_add", adds=True)
 @rule_maker("aten.index_copy", "aten.index_fill", "aten.index_reduce", adds=False)
 def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
-    """Rows of the third operand, or a number, are written to where the index says."""
+    """Rows of the third operand, or a number, are written to the rows in the index."""
     operand, index, *rest = call.operands
     rows = rest[0] if rest and rest[0].shape else None
     if not operand.shape or not index.shape or (rows is not None and len(rows.shape) != len(operand.shape)):
@@ -67,7 +67,7 @@ def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
     dims = list(sizes)
     name = dims[call.arg("dim")]
     linear: list[set[int]] = []
-    # A reduction may be a product or a maximum; any other number than zero would be added once for each term.
+    # A reduction may be a product or a maximum; a number other than zero would be added once per term.
     if call.op is not aten.index_reduce.default:
         linear = [{0, 2}] if rest else [{0}] if call.arg("value") == 0 else []
     written = [] if rows is None else ["index" if dim == name else dim for dim in dims]
@@ -75,7 +75,7 @@ def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
         sizes | {"index": index.shape[0]},
         [dims, ["index"], *(written for _ in rest)],
         [dims],
-        # Of rows that are written to one place, one device keeps the last: then the index must be whole.
+        # Of rows overwriting one row, one device keeps the last, so the index must be whole.
         whole=[] if adds else ["index"],
         contiguous=[name],
         linear=linear,
@@ -86,7 +86,7 @@ def _write_rows_rule(call: OpCall, adds: bool) -> Rule | None:
 
 
 def _add_rows(call: LocalCall) -> Any:
-    # The ranks' results are added up: the operand counts once.
+    # The results are summed over ranks: the operand counts once.
     values = keep_on_first_rank(call, 0, ["index"])
     shape = call.operand_shape(0)
     dim = argument_dim(call, len(shape))
@@ -110,10 +110,10 @@ def _write_rows(call: LocalCall) -> Any:
 def _element_rule(
     call: OpCall, local: Callable[[LocalCall], Any], *, kind: str | None = None, linear: Sequence[set[int]] = ()
 ) -> Rule | None:
-    """Elements are written to where an index of their shape says.
+    """Elements are written to the positions in an index of their shape.
 
     Args:
-        kind: what shards of the index leave; None where the elements of the index must be whole.
+        kind: kind of partial result where the index is sharded; None where its elements must be whole.
     """
     operand = call.operands[0]
     if not operand.shape or any(len(meta.shape) != len(operand.shape) for meta in call.operands):
@@ -151,10 +151,9 @@ _KINDS = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
 
 @rule_maker("aten.scatter_reduce", "aten.scatter.reduce", "aten.scatter.value_reduce")
 def _scatter_reduce(call: OpCall) -> Rule | None:
-    """The elements that were there before take part: once in a sum, any number of times in a maximum."""
+    """The operand's elements take part: once in a sum, any number of times in a maximum."""
     includes_self = call.name != "aten::scatter_reduce" or call.arg("include_self")
-    # Without `include_self`, a place that is written to loses its element, and any other keeps it: no reduction of
-    # shards tells the two apart.
+    # Without `include_self`, only elements that are written to lose their value: no reduction of shards knows which.
     kind = _KINDS.get(call.arg("reduce")) if includes_self else None
     if kind == "sum" and len(call.operands) == 3:
         return _element_rule(call, _add_elements, kind=kind, linear=[{0, 2}])
@@ -177,7 +176,7 @@ def _add_elements(call: LocalCall) -> Any:
 
 def _write_elements(call: LocalCall) -> Any:
     target, index, *rest = call.operands
-    if rest and call.axes("index"):  # extremes, to which what is as far off as can be adds nothing
+    if rest and call.axes("index"):  # of extremes: the infinity is neutral
         least = math.inf if call.arg("reduce") == "amin" else -math.inf
         rest = [without_padding(call, 2, rest[0], ["index"], least)]
     if not call.axes("indexed"):
@@ -190,7 +189,7 @@ def _write_elements(call: LocalCall) -> Any:
 
 @rule_maker("aten.index_put", "aten._unsafe_index_put")
 def _index_put(call: OpCall) -> Rule | None:
-    """The dims of the index are contracted if values are added up, and stay whole if values overwrite."""
+    """The dims of the index are contracted if values are added, and whole if values overwrite."""
     dims, values = advanced_indexing(call), call.operands[-1]
     if dims is None:
         return _put_by_mask(call)
@@ -221,13 +220,13 @@ def _index_put(call: OpCall) -> Rule | None:
         linear=[{0, len(call.operands) - 1}],
         local=local_accumulate if accumulate else local_overwrite,
         uneven=True,
-        # Padding of the indices points at what is there; what is added there must be padding too, and so be zero.
+        # Padding of the indices refers to real rows, so the values added there must be padding, too, and zero.
         fill={name: 0.0 for name in dims.index_names if name in added_dims} if accumulate else {},
     )
 
 
 def _put_by_mask(call: OpCall) -> Rule | None:
-    """Where a mask picks the places and all of them get the same values, every element is written by itself."""
+    """With a mask and the same values for all masked elements, every element is written independently."""
     indices, (target, *_, values) = call.arg("indices"), call.operands
     masks = [place for place, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or indices[masks[0]].dtype is not torch.bool:
@@ -236,7 +235,7 @@ def _put_by_mask(call: OpCall) -> Rule | None:
     sizes = numbered_dims(target.shape)
     names = list(sizes)
     end = first + len(indices[first].shape)
-    # What the mask picks is one dim, whose size is not known: all values have to be the same along it.
+    # The masked elements are one dim of unknown size: values must be broadcast along it.
     picked: list[str | None] = [*names[:first], None, *names[end:]]
     aligned = picked[len(picked) - len(values.shape) :]
     if end == first or any(size != 1 for size, name in zip(values.shape, aligned, strict=True) if name is None):
@@ -247,7 +246,7 @@ def _put_by_mask(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.put")
 def _put(call: OpCall) -> Rule | None:
-    """Elements by their row-major position, of which the first dim may be sharded in stretches."""
+    """Elements by row-major position; the first dim may be sharded in stretches."""
     if call.operands[1].shape != call.operands[2].shape:
         return None
     dims, index_dims = flat_dims(call)
@@ -257,8 +256,8 @@ def _put(call: OpCall) -> Rule | None:
         dims | index_dims,
         [target, indexed, indexed],
         [target],
-        # Positions are row-major: a stretch of the first dim is a stretch of them, of any other dim it is none. Where
-        # two elements go to one place, one device takes the last: then the index must be whole.
+        # A stretch of the first dim is a stretch of row-major positions; of any other dim it is not. Of elements
+        # overwriting one position, one device keeps the last, so the index must be whole.
         whole=target[1:] if accumulate else [*target[1:], *indexed],
         contiguous=["d0"],
         linear=[{0, 2}],
@@ -279,22 +278,22 @@ def _local_put(call: LocalCall) -> Any:
     return written.reshape(list(shape))
 
 
-# Elements that are taken one after the other to fill the places of a mask.
+# Masked scatter: elements of a source fill the masked positions in order.
 #
-# The number of places of the mask before a place decides which element it gets: the mask must be whole, and everything
+# The number of masked positions before a position decides which element it gets: the mask must be whole, and everything
 # else may be sharded.
 
 
 @rule_maker("aten.masked_scatter", "aten.masked_scatter_backward")
 def _masked_scatter(call: OpCall) -> Rule | None:
-    """`self` with the elements of `source` in the places of the mask; or, backward, the gradient of the source.
+    """`self` with the elements of `source` in the masked positions; or, backward, the gradient of the source.
 
-    A shard of the incoming gradient gives its elements of that, and zeros for the others'.
+    A shard of the incoming gradient gives a partial sum: its own elements, and zeros elsewhere.
     """
     backward = call.op is aten.masked_scatter_backward.default
     target, mask, *_ = call.operands
     source = call.result if backward else call.operands[2]
-    # Otherwise the operator takes more elements than the target has: target and gradient are broadcast to the mask.
+    # No rule where the target or gradient is broadcast to the mask: the source then fills more elements than it has.
     filled = torch.broadcast_shapes(target.shape, mask.shape) if backward else call.result.shape
     if filled != target.shape or (not backward and 0 in source.shape):
         return None
@@ -317,7 +316,7 @@ def _local_masked_scatter(call: LocalCall) -> Any:
     shape = list(call.operand_shape(0))
     if shape == list(call.call.operands[0].shape):
         return call.run()
-    # The operator fills the places of a local mask with the first elements: this rank's may be later ones.
+    # The operator would start a local mask with the first element, which may belong to another rank.
     emit, (target, mask, source) = call.emit, call.operands
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
     source = source.reshape([-1])
@@ -326,12 +325,12 @@ def _local_masked_scatter(call: LocalCall) -> Any:
 
 
 def _local_places(call: LocalCall, mask: Any, whole: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
-    """For every local element the number of places of the mask before it, and whether the mask holds it.
+    """For every local element, the number of masked positions before it, and whether it is masked.
 
-    Padding behind the end of a dim has the answers of the dim's last element.
+    Padding after the end of a dim has the values of the dim's last element.
     """
     mask = mask.expand(list(whole))
-    # Counted over the whole mask, which every rank has, and cut to the rank's stretches behind that.
+    # Count over the whole mask, which every rank has, then slice the rank's stretches.
     places = (mask.reshape([-1]).cumsum(0) - 1).reshape(list(whole))
     for dim, size in enumerate(shape):
         if call.axes(f"d{dim}"):
@@ -345,7 +344,7 @@ def _local_masked_scatter_backward(call: LocalCall) -> Any:
     shape, result = list(call.operand_shape(0)), list(call.result_shape())
     count = math.prod(result)
     place, held = _local_places(call, mask, call.call.operands[0].shape, shape)
-    # What the mask does not hold goes to a spare element behind the end.
+    # Elements that are not masked go to a spare element after the end.
     place = emit.where(held, place, count).clamp(None, count)
     spare = gradient.new_zeros([count + 1])
     picked = spare.scatter_add(0, place.reshape([-1]), gradient.reshape([-1]))

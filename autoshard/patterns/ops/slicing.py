@@ -1,9 +1,9 @@
-"""Operators that take parts of dims or put parts together: slices, pieces, elements, padding and windows.
+"""Operators that slice or join dims: slices, pieces, elements, padding and windows.
 
-A dim of size N that is cut at some boundaries has the greatest common divisor g of N and the boundaries as an inner
-factor that the cut leaves alone: the cut is one of the outer factor N / g. Sharding g keeps the operator local
-(heads inside a fused projection, say); the outer factor can't be sharded. A slice that takes one element of every
-`step` leaves alone the outer factor N / step instead.
+If a dim of size N is cut at some boundaries, the greatest common divisor g of N and the boundaries is an inner factor
+that is not cut: only the outer factor N / g is. Sharding g keeps the operator local (heads inside a fused projection,
+say); the outer factor can't be sharded. For a slice of one element of every `step`, the outer factor N / step is the
+one that stays local.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autoshard.patterns.rule import NamedDims, OpCall, Rule, TensorMeta, build
 from autoshard.size import common_divisor
 
 CUT = "cut"
-"""The inner factor of the dim that is cut."""
+"""The name of the inner factor of the dim that is cut."""
 
 
 def cut_rule(
     call: OpCall, dim: int, inner: int, *, linear: Sequence[set[int]] = (), local: Any = None, free: bool = False
 ) -> Rule:
-    """Every tensor of the call has the same dims but for `dim`, of which `inner` is a common inner factor."""
+    """The rule of tensors with the same dims but `dim`, whose common inner factor has the size `inner`."""
     sizes: dict[str, int] = {CUT: inner}
     whole: list[str] = []
 
@@ -39,7 +39,7 @@ def cut_rule(
         sizes[outer] = meta.shape[dim] // inner
         whole.append(outer)
         if meta.shape[dim] == 0:
-            whole.append(CUT)  # nothing is left that could be sharded
+            whole.append(CUT)  # a dim of size 0 cannot be sharded
         return [[outer, CUT] if index == dim else f"d{index}" for index in range(len(meta.shape))]
 
     operands = [name_dims(f"operand{position}", meta) for position, meta in enumerate(call.operands)]
@@ -50,18 +50,18 @@ def cut_rule(
 
 
 def common_inner_size(*boundaries: int) -> int:
-    """The inner factor that cuts at these boundaries leave alone; 1 where everything is empty."""
+    """The size of the inner factor that is not cut at these boundaries; 1 where everything is empty."""
     return reduce(common_divisor, boundaries, 0) or 1
 
 
 def _local_place(call: LocalCall, place: int) -> int:
-    """A place in the dim that is cut, between steps of the outer factor, as it counts in the local dim."""
+    """Convert a boundary, between steps of the outer factor, to the local dim."""
     inner = math.prod(call.rule.factors[index].size for index in call.rule.indices(CUT))
     return place // inner * call.size(CUT)
 
 
 def _full(call: OpCall) -> TensorMeta:
-    """The tensor that a part is taken out of, or put into."""
+    """The tensor that is sliced or written to."""
     return call.result if call.is_backward else call.operands[0]
 
 
@@ -70,13 +70,13 @@ def _local_full_shape(call: LocalCall) -> tuple[int, ...]:
 
 
 def _local_sizes(call: LocalCall) -> dict[str, Any]:
-    """The argument in which a backward is told the shape of its result."""
+    """The argument of a backward for the shape of its result."""
     return {"input_sizes": list(call.result_shape())} if call.call.is_backward else {}
 
 
 @rule_maker("aten.slice.Tensor", "aten.slice_backward", "aten.slice_scatter")
 def _slice(call: OpCall) -> Rule:
-    """A slice, or the reverse; with a step that does not divide the dim, the dim stays whole."""
+    """A slice, or the reverse; with a step that does not divide the dim, the dim is not split."""
     shape = _full(call).shape
     dim = argument_dim(call, len(shape))
     size, step, (start, end) = shape[dim], call.arg("step"), _bounds(call)
@@ -101,7 +101,7 @@ def _slice(call: OpCall) -> Rule:
 
 
 def _bounds(call: OpCall) -> tuple[int, int]:
-    """Start and end of a slice of a dim, as numbers from 0 to its size."""
+    """Start and end of a slice, from 0 to the size of its dim."""
     shape = _full(call).shape
     size, start, end = shape[argument_dim(call, len(shape))], call.arg("start"), call.arg("end")
     start = 0 if start is None else start
@@ -123,7 +123,7 @@ def _local_slice(call: LocalCall) -> Any:
 
 
 def slice_backward_by_padding(call: LocalCall) -> Any:
-    """`aten.slice_backward` by padding what was a slice of a dim with zeros, whatever the sizes of the other dims."""
+    """`aten.slice_backward` by padding with zeros, which works for any sizes of the other dims."""
     (value,), step = call.operands, call.arg("step")
     ndim = len(call.call.result.shape)
     dim = argument_dim(call, ndim)
@@ -170,17 +170,17 @@ def _split(call: OpCall) -> Rule:
 def _cat(call: OpCall) -> Rule | None:
     ndim = len(call.operands[0].shape)
     if any(len(operand.shape) != ndim for operand in call.operands):
-        return None  # an empty tensor of one dim may be among the others, for historical reasons
+        return None  # `cat` also takes empty tensors of one dim, for historical reasons
     dim = argument_dim(call, ndim)
-    # Where a mesh axis splits the inner factor, every rank joins its parts of all operands: the result is strided.
+    # Where the inner factor is sharded, every rank joins its parts of all operands: the result is strided.
     inner = common_inner_size(*(operand.shape[dim] for operand in call.operands))
     return cut_rule(call, dim, inner, linear=[set(range(len(call.operands)))])
 
 
-# One element of a dim: taken out, put back, or all of them.
+# One element of a dim (`select`, `select_scatter`), or all of them (`unbind`).
 #
-# Where the dim is sharded, one rank holds the element. Taken out, it is a partial sum in which the others have zeros;
-# put back, it is that rank's to write.
+# Where the dim is sharded, one rank holds the element. Selected, it is a partial sum in which the others have zeros; if
+# it is replaced, that rank writes it.
 
 
 def _dim_rule(call: OpCall, having: Collection[int], *, split: bool, results: bool = False, **options: Any) -> Rule:
@@ -189,7 +189,7 @@ def _dim_rule(call: OpCall, having: Collection[int], *, split: bool, results: bo
     Args:
         call: the call on whole tensors.
         having: the operands that have the dim.
-        split: True if it may be sharded, in whole stretches.
+        split: True if it may be sharded, in contiguous stretches.
         results: True if the results have it.
         options: as in `build`.
     """
@@ -212,7 +212,7 @@ def _dim_rule(call: OpCall, having: Collection[int], *, split: bool, results: bo
 
 @rule_maker("aten.select.int")
 def _select(call: OpCall) -> Rule:
-    # The element is one rank's term of a sum, and truth values do not add up.
+    # The element is one rank's term of a sum, and booleans cannot be summed.
     adds_up = call.operands[0].dtype is not torch.bool
     return _dim_rule(call, [0], split=adds_up, local=_local_element, free=True)
 
@@ -224,13 +224,13 @@ def _select_put(call: OpCall, having: Collection[int]) -> Rule:
 
 
 def _local_element(call: LocalCall) -> Any:
-    """The operator on the rank that holds the element; on others zeros, or what they have where it is written to."""
+    """The operator on the rank that holds the element; on others zeros, or the operand if the element is written."""
     shape, whole = _local_full_shape(call), _full(call.call).shape
     dim = argument_dim(call, len(shape))
     owner, place = divmod(call.arg("index") % whole[dim], shape[dim])
     if not call.axes(f"d{dim}"):
         return call.run(index=place, **_local_sizes(call))
-    # The others select the same place of their stretches, and drop what they find: no branch on the rank.
+    # Others select the same position of their stretches and drop it, since programs do not branch on the rank.
     owned = call.position(f"d{dim}").eq(owner)
     result = call.run(index=place, **_local_sizes(call))
     scatters = call.call.name == "aten::select_scatter"
@@ -247,12 +247,12 @@ def _stack(call: OpCall) -> Rule:
     return _dim_rule(call, [], results=True, split=False)
 
 
-# Padding by a constant: dims that are not padded are free, and others where their padding can be split, too.
+# Padding by a constant: dims that are not padded may be sharded; others where their padding can be split, too.
 
 
 @rule_maker("aten.constant_pad_nd")
 def _pad(call: OpCall) -> Rule:
-    """Padding of the last dims: of each, the factor inside size and padding stays local."""
+    """Padding of the last dims: the common inner factor of a dim's size and padding is local."""
     shape, pad = call.operands[0].shape, call.arg("pad")
     ndim = len(shape)
     sizes: dict[str, int] = {}
@@ -266,7 +266,7 @@ def _pad(call: OpCall) -> Rule:
             source.append(name)
             target.append(name)
             continue
-        # Operand and result have other numbers of parts, each whole: the factor inside the parts is in both.
+        # The outer factors of operand and result differ in size, and are whole; the inner factor is in both.
         inner = common_inner_size(size, before, after)
         parts = f"operand_parts{dim}", f"result_parts{dim}"
         sizes |= {name: inner, parts[0]: size // inner, parts[1]: padded // inner}
@@ -280,7 +280,7 @@ def _pad(call: OpCall) -> Rule:
             pad=[amount * program.size(name) // sizes[name] for name, amount in zip(names, pad, strict=True)]
         )
 
-    # Any other number than zero would be added up once for each term of a partial sum.
+    # A number other than zero would be summed once per rank of a partial sum.
     linear: list[set[int]] = [{0}] if call.arg("value") == 0 else []
     return build(sizes, [source], [target], whole=whole, linear=linear, local=local, uneven=True)
 
@@ -304,22 +304,21 @@ def _image_dims(call: OpCall) -> tuple[str, str]:
 
 @rule_maker(*(f"{name}{half}.default" for name in _NAMES for half in ("", "_backward")))
 def edge_pad(call: OpCall) -> Rule:
-    """The padded image, or the gradient of the operand, of which only the shape is looked at."""
+    """The padded image, or the gradient of the operand, which reads only its shape."""
     source, padded = _image_dims(call)
     if call.is_backward:
         return bind_named(call, {"grad_output": padded, "self": source}, [source], linear=[{"grad_output"}])
     return bind_named(call, {"self": source}, [padded], linear=[{"self"}])
 
 
-# Windows over a dim, whose elements become the last dim, and the way back.
+# `unfold`: windows over a dim, whose elements become the last dim; and its backward.
 #
-# Windows that follow each other without gap or overlap cut the dim in two factors, like a view. Others share
-# elements: then the dim must be whole.
+# Windows without gap or overlap split the dim into two factors, like a view. Otherwise the dim must be whole.
 
 
 @rule_maker("aten.unfold", "aten.unfold_backward")
 def _unfold(call: OpCall) -> Rule | None:
-    """None where windows of one row are broadcast to all, as the inverse of a Fourier transform does with its own."""
+    """No rule where windows of one row are broadcast to all, as in the inverse short-time Fourier transform."""
     backward, full = call.is_backward, _full(call)
     cut = call.operands[0] if backward else call.result
     dim, step = call.arg("dim" if backward else "dimension") % max(1, len(full.shape)), call.arg("step")
@@ -341,6 +340,6 @@ def _unfold(call: OpCall) -> Rule | None:
 
 
 def _local_unfold(call: LocalCall) -> Any:
-    # A window is sharded only where the step is its size.
+    # A window is sharded only if its size equals the step.
     changed = dict.fromkeys(("size", "step"), call.size("window")) if call.axes("window") else {}
     return call.run(**_local_sizes(call) | changed)

@@ -1,4 +1,4 @@
-"""Sorting, look-up in what is sorted, and scans."""
+"""Sorting, searches in sorted tensors, and scans."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def _sort(call: OpCall) -> Rule:
 
 @rule_maker("aten.topk")
 def _topk(call: OpCall) -> Rule:
-    """The largest of a sharded dim are among the largest of every stretch, which the ranks exchange.
+    """The k largest of a sharded dim are among the k largest of every stretch, which ranks exchange.
 
-    torch promises no choice among equal elements, and that of its kernels differs by the sizes and the device: where
-    equal ones meet the last place, one device may take others.
+    torch does not specify the choice among equal elements, and kernels choose by size and device: results may differ
+    from one device where several elements equal the k-th.
     """
     shape = call.operands[0].shape
     if not shape:
@@ -56,7 +56,7 @@ def _topk(call: OpCall) -> Rule:
         reductions={name: (None, None)},
         exchange={name: [("gather_of_each", meta.bytes) for meta in call.results if meta is not None]},
         local=_local_topk,
-        # Not along the dim itself: an element may be as small as what would have to pad it.
+        # Not along the dim itself: elements may equal any number that pads it.
         uneven=[dim for dim in sizes if dim != name],
     )
 
@@ -67,7 +67,7 @@ def _local_topk(call: LocalCall) -> Any:
     name = f"d{dim}"
     if not call.axes(name):
         return call.run()
-    # The k largest of all are among the k largest of every stretch; a stretch may have fewer.
+    # A stretch may have fewer than k elements.
     values, places = call.run(k=min(call.arg("k"), shape[dim]))
     places = places + stretch_start(call, name, shape[dim])
     values, places = (_merge_rank_dim(all_gather_stacked(call, value, name), dim) for value in (values, places))
@@ -76,7 +76,7 @@ def _local_topk(call: LocalCall) -> Any:
 
 
 def _merge_rank_dim(stacked: Any, dim: int) -> Any:
-    """`[ranks, ..., n, ...]` with the ranks' parts of the dim `dim` behind each other: `[..., ranks * n, ...]`."""
+    """Merge the first dim of `[ranks, ..., n, ...]` into the dim `dim`: `[..., ranks * n, ...]`."""
     shape = list(stacked.shape)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
     ranks = shape.pop(0)
@@ -84,14 +84,14 @@ def _merge_rank_dim(stacked: Any, dim: int) -> Any:
     return stacked.permute(order).reshape(shape)
 
 
-# How many elements stand before a value is the sum of how many do in every part of what is sorted.
+# The position of a value in a sorted tensor is the sum of its positions in all stretches.
 rule("aten.bucketize.Tensor", "..., sorted -> ...")
 rule("aten.bucketize.Scalar", "sorted -> ")
 
 
 @rule_maker("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
 def _search_sorted(call: OpCall) -> Rule:
-    """Rows that are sorted, one for all values or one for each row of them; with a sorter a row must be whole."""
+    """Sorted rows, one for all values or one for each row of them; with a sorter a row must be whole."""
     single = len(call.operands[0].shape) == 1
     rows = "sorted" if single else "... sorted"
     sorter = call.arg("sorter") is not None
@@ -105,7 +105,7 @@ def _search_sorted(call: OpCall) -> Rule:
 
 @rule_maker("aten.isin")
 def _isin(call: OpCall) -> Rule:
-    """Each element for itself; of the tests, any may hold it, or none must where the answer is inverted."""
+    """Elements are independent; over test elements, the result is any, or all if inverted."""
     names = operand_names(call)
     tests = factor_names("t", len(call.operands[-1].shape)) if names[-1] == "test_elements" else []
     return bind_named(
@@ -131,26 +131,26 @@ def _local_isin(call: LocalCall) -> Any:
 
 @rule_maker("aten.histc")
 def _histc(call: OpCall) -> Rule | None:
-    """Counts add up, once the bins are told; without bounds they follow from the extremes of all elements."""
+    """Counts are partial sums for given bounds; without bounds, bins depend on the extremes of all elements."""
     if call.arg("min") == call.arg("max"):
         return None
-    return bind("... -> bins!", call, fill={"...": call.arg("max") + 1})  # what lies in no bin is not counted
+    return bind("... -> bins!", call, fill={"...": call.arg("max") + 1})  # in no bin, and not counted
 
 
-# Scans: sums, products and the like of all that stands before.
+# Scans: cumulative sums, products and the like.
 #
-# A sharded dim is scanned stretch by stretch. The last element of a stretch is its total; the ranks exchange these,
-# and each puts together the totals that stand in front of its own stretch.
+# Each rank scans its stretch of a sharded dim. The last element of a stretch is its total; ranks exchange totals, and
+# each combines those of the stretches before its own.
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """The way in which totals of stretches are joined.
+    """How totals of stretches are combined.
 
     Attributes:
-        neutral: the total of nothing.
-        join: joins two totals.
-        fold: joins all along the first dim.
+        neutral: the neutral element.
+        join: combines two totals.
+        fold: combines all along the first dim.
     """
 
     neutral: float
@@ -175,7 +175,7 @@ _SCANS = {
 def _scan(call: OpCall) -> Rule:
     shape, scan = call.operands[0].shape, _SCANS[call.name]
     linear = [{0}] if call.name == "aten::cumsum" else []
-    if not shape or (call.result.dtype.is_complex and scan is _LOGARITHM):  # no operator joins complex logarithms
+    if not shape or (call.result.dtype.is_complex and scan is _LOGARITHM):  # no operator combines complex logarithms
         return same_dims_rule(call, [call.arg("dim")], linear=linear)
     name = f"d{argument_dim(call, len(shape))}"
     exchange = {name: [("gather_of_each", call.result.bytes // max(1, shape[call.arg("dim")]))]}
@@ -200,6 +200,6 @@ def _local_scan(call: LocalCall) -> Any:
     scan = _SCANS[call.call.name]
     totals = all_gather_stacked(call, scanned.select(dim, -1), name)
     ranks = reshape_along(emit.arange(call.share(name), device=scanned.device), 0, len(shape))
-    # Every rank folds the totals of all, those behind its stretch replaced by nothing: no branch on the rank.
+    # Fold all totals, with those from this stretch on replaced by the neutral element: no branch on the rank.
     start = scan.fold(emit.where(ranks < call.position(name), totals, scan.neutral))
     return scan.join(scanned, start.to(result_dtype(call)).unsqueeze(dim))

@@ -1,8 +1,8 @@
-"""Views: operators that give a tensor's elements another shape or order, or the same.
+"""Views: operators that change the shape or order of a tensor's elements, or nothing.
 
-A reshape keeps the row-major order of elements, so both shapes cut one index into digits. The factors are the
-digits of the finest common numbering; sharding one of them shards both sides, with no communication, and where it
-is not the major factor of its dim the placement is a strided shard (Rhino 4.1: reshape passes strides on).
+A reshape keeps the row-major order of elements, so both shapes write one linear index in mixed-radix digits. The
+factors are the digits of the finest common radices. Sharding one of them shards both sides without communication; where
+it is not the major factor of its dim, the placement is a strided shard (Rhino 4.1: reshape passes strides on).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ViewFactors:
         sizes: size of every factor; none is one.
         source: for every dim of the source, its factors, major to minor.
         target: the same for the target.
-        shardable: False for a factor that only one of the shapes has, because the two do not align there.
+        shardable: False for a factor of only one of the shapes, where the two do not align.
     """
 
     sizes: tuple[int, ...]
@@ -43,8 +43,8 @@ class ViewFactors:
 def factor_view(source: tuple[int, ...], target: tuple[int, ...]) -> ViewFactors:
     """The common factors of two shapes of one tensor: `[B, T, 3·H·D]` and `[B, T, 3, H, D]` have B, T, 3, H, D.
 
-    Dims of size one have no factors. Where the shapes do not align, as in `[3, 2]` and `[2, 3]`, each gets factors of
-    its own, which are not shardable. A tensor without elements aligns as far as its leading dims are equal.
+    Dims of size 1 have no factors. Where the shapes do not align, as in `[3, 2]` and `[2, 3]`, each gets separate
+    factors, which are not shardable. An empty tensor aligns as far as its leading dims are equal.
     """
     assert math.prod(source) == math.prod(target), (source, target)
     cutter = _Cutter(source, target)
@@ -56,7 +56,7 @@ def factor_view(source: tuple[int, ...], target: tuple[int, ...]) -> ViewFactors
 
 
 class _Cutter:
-    """Takes common factors off the left and the right of what is left of two shapes."""
+    """Divides common factors out of two shapes, from the left and the right."""
 
     def __init__(self, source: tuple[int, ...], target: tuple[int, ...]) -> None:
         self.rest = (list(source), list(target))
@@ -71,7 +71,7 @@ class _Cutter:
         return len(self.sizes) - 1
 
     def cut_equal(self) -> None:
-        """Leading dims that are equal, of a tensor without elements."""
+        """Cut equal leading dims of an empty tensor."""
         for dim, (a, b) in enumerate(zip(*self.rest, strict=False)):
             if a != b:
                 return
@@ -82,7 +82,7 @@ class _Cutter:
                     self.rest[side][dim] = 1
 
     def cut_left(self) -> None:
-        """Common factors from the left; at a place that does not align, what stands behind it is tried again."""
+        """Cut common factors from the left; skip dims that do not align."""
         i = j = 0
         source, target = self.rest
         while True:
@@ -100,17 +100,17 @@ class _Cutter:
             target[j] //= common
 
     def _skip(self, i: int, j: int) -> tuple[int, int]:
-        """Past the smallest groups of dims from i and j that hold equally many elements, cut from the right."""
+        """Skip the smallest groups of dims from i and j with equal products, and cut them from the right."""
         source, target = self.rest
         ends = [i + 1, j + 1]
         products = [source[i], target[j]]
-        # The products of all that is left are equal, so that the two meet at the ends of the shapes at the latest.
+        # Products of all remaining dims are equal, so the two meet at the ends of the shapes at the latest.
         while products[0] != products[1]:
             side = 0 if products[0] < products[1] else 1
             products[side] *= self.rest[side][ends[side]]
             ends[side] += 1
         a, b = ends[0] - 1, ends[1] - 1
-        # Minor parts that do align stay factors of both: sharded, they are strided shards on either side.
+        # Minor parts that do align are factors of both: sharded, they are strided shards on both sides.
         while (common := common_divisor(source[a], target[b])) > 1:
             factor = self._factor(common)
             self.right[0][a].insert(0, factor)
@@ -129,7 +129,7 @@ class _Cutter:
         return ends[0], ends[1]
 
     def view(self) -> ViewFactors:
-        """The factors, once all common ones are cut; what is left of a dim becomes a factor that can't be sharded."""
+        """The factors after all cuts; the remainder of a dim becomes a factor that can't be sharded."""
         dims: list[Dims] = []
         for side in (0, 1):
             for dim, rest in enumerate(self.rest[side]):
@@ -141,14 +141,14 @@ class _Cutter:
 
 
 def _next(shape: list[int], dim: int) -> int:
-    """The first dim from `dim` on that is not used up."""
+    """The first dim from `dim` on with a remainder other than 1."""
     while dim < len(shape) and shape[dim] == 1:
         dim += 1
     return dim
 
 
 def view_rule(call: OpCall) -> Rule:
-    """The rule of an operator that gives its only operand another shape, elements in the same order."""
+    """The rule of an operator that reshapes its only operand."""
     view = factor_view(call.operands[0].shape, call.result.shape)
     names = [f"d{index}" for index in range(len(view.sizes))]
     return build(
@@ -157,7 +157,7 @@ def view_rule(call: OpCall) -> Rule:
         results=[[[names[factor] for factor in dim] for dim in view.target]],
         whole=[name for name, shardable in zip(names, view.shardable, strict=True) if not shardable],
         linear=[{0}],
-        # One function for all views: rules are shared among equal calls if their programs are the same object, too.
+        # One function for all views: equal rules are shared only if their programs are one object.
         local=_reshape,
         free=True,
         uneven=True,
@@ -165,7 +165,7 @@ def view_rule(call: OpCall) -> Rule:
 
 
 def _reshape(call: LocalCall) -> Any:
-    # A reshape, whatever the operator: the local value need not lie in memory as the whole one does.
+    # `reshape` for every operator: the local value may have other strides than the whole one.
     return call.operands[0].reshape(call.result_shape())
 
 
@@ -182,7 +182,7 @@ rule("autoshard.to_device", "... -> ...", linear="0", local=lambda call: call.ru
 
 @rule_maker("aten.view.dtype")
 def _view_dtype(call: OpCall) -> Rule:
-    """Other elements in the same bytes: the last dim stays whole when the elements have another size."""
+    """A view as another dtype: the last dim is whole if the element size changes."""
     shape = call.operands[0].shape
     if shape == call.result.shape:
         return same_dims_rule(call, free=True)
@@ -194,14 +194,14 @@ def _view_dtype(call: OpCall) -> Rule:
 
 @rule_maker("aten._to_copy", "aten.to.dtype")
 def _to_copy(call: OpCall) -> Rule:
-    """Another dtype: linear among floating and complex ones."""
-    # Cast to integers, each term of a sum would be rounded.
+    """A cast, linear between floating and complex dtypes."""
+    # A cast to integers would round each term of a sum.
     inexact = is_inexact(call.operands[0].dtype) and is_inexact(call.result.dtype)
     return same_dims_rule(call, linear=[{0}] if inexact else [])
 
 
 def _permutation_rule(call: OpCall, order: Sequence[int], **options: Any) -> Rule:
-    """The rule of an operator that puts dims in another order: which of the operand's dims each of the result is."""
+    """The rule of a permutation; `order` lists the operand's dim of each of the result's dims."""
     sizes = numbered_dims(call.operands[0].shape)
     names = list(sizes)
     return build(sizes, [names], [[names[dim] for dim in order]], linear=[{0}], **options)
@@ -223,7 +223,7 @@ def _transpose(call: OpCall) -> Rule:
 
 @rule_maker("aten.rot90")
 def _rot90(call: OpCall) -> Rule:
-    """A quarter turn in the plane of two dims, which must be whole; the result has them swapped after an odd number."""
+    """Quarter turns in the plane of two dims, which must be whole; an odd number swaps them in the result."""
     order = list(range(len(call.operands[0].shape)))
     first, second = (dim % len(order) for dim in call.arg("dims"))
     if call.arg("k") % 2:
@@ -232,7 +232,7 @@ def _rot90(call: OpCall) -> Rule:
 
 
 def _expansion_rule(call: OpCall, grown_by: str, keeps: bool) -> Rule:
-    """A result whose dims are (new, old), aligned to the right: `new` is a factor that only the result has."""
+    """A result with dims (new, old), aligned to the right, where `new` is a factor of the result only."""
     (operand,), shape = call.operands, call.result.shape
     offset = len(shape) - len(operand.shape)
     sizes: dict[str, int] = {}
@@ -254,13 +254,13 @@ def _expansion_rule(call: OpCall, grown_by: str, keeps: bool) -> Rule:
 
 @rule_maker("aten.expand")
 def _expand(call: OpCall) -> Rule:
-    """Dims of size one repeated: the repetition is a factor that only the result has (as in grouped queries)."""
+    """Dims of size 1 repeated: the repetition is a factor of the result only (as in grouped-query attention)."""
     return _expansion_rule(call, "size", keeps=True)
 
 
 @rule_maker("aten.repeat")
 def _repeat(call: OpCall) -> Rule | None:
-    # Without elements, no quotient of sizes tells how often a dim is repeated.
+    # For empty tensors, the quotient of sizes does not tell the number of repetitions.
     empty = 0 in call.operands[0].shape or 0 in call.result.shape
     return None if empty else _expansion_rule(call, "repeats", keeps=False)
 
@@ -272,7 +272,7 @@ def _roll_flip(call: OpCall) -> Rule:
 
 @rule_maker("aten.view_as_real", "aten.view_as_complex")
 def _complex(call: OpCall) -> Rule:
-    """Real and imaginary part are a last dim of two, which stays whole."""
+    """Real and imaginary part are a last dim of size 2, which is whole."""
     sizes = numbered_dims(min(call.operands[0].shape, call.result.shape, key=len))
     tensors = [list(sizes), [*sizes, "part"]]
     if call.op == aten.view_as_complex.default:
@@ -280,7 +280,7 @@ def _complex(call: OpCall) -> Rule:
     return build(sizes | {"part": 2}, tensors[:1], tensors[1:], whole=["part"], linear=[{0}], free=True)
 
 
-# Views that copy: what functionalisation makes of views where nothing may share memory.
+# Copying views, which functionalisation makes of views where nothing may share memory.
 
 _VIEWS = """
     alias as_strided detach diagonal expand narrow permute select.int slice.Tensor split.Tensor split_with_sizes squeeze
@@ -289,7 +289,7 @@ _VIEWS = """
 
 
 def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
-    """The rule of a view, whose local program then copies."""
+    """The rule of a view with a local program that copies."""
 
     def maker(call: OpCall) -> Rule | None:
         rule = rule_for(replace(call, op=view))
@@ -297,7 +297,7 @@ def _copy_rule_maker(view: Any) -> Callable[[OpCall], Rule | None]:
 
     def add_copies(rule: Rule) -> Rule:
         def local(program: LocalCall) -> Any:
-            # The view's program runs as it is, on a call that names the view: its arguments are the same.
+            # Run the view's program on a call of the view, with the same arguments.
             viewing = copy.copy(program)
             viewing.call = replace(program.call, op=view)
             results = viewing.run() if rule.local is None else rule.local(viewing)
@@ -317,19 +317,19 @@ for _view in _VIEWS.split():
     )
 
 
-# `as_strided` and its reverse, which look at how the whole tensor lies in memory.
+# `as_strided` and `as_strided_scatter`, which depend on the memory layout of the whole tensor.
 #
-# Most uses are a plain view in other words: memory, cut in dims of decreasing stride, of which each is taken in whole
-# or in part, in another order, or repeated. Such a call is written as that view, whose factors may be sharded. Any
-# other is run whole on memory laid out as the call expects it, whatever the local tensors came to look like.
+# Most uses equal a plain view: memory split into dims of decreasing stride, which are sliced, permuted or repeated. The
+# rule of such a call is that of the view, whose factors may be sharded. Any other call runs whole, on memory with the
+# layout that the call expects.
 
 
 def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
-    """The dims of a tensor in the order in which they lie in memory; None if it leaves gaps or overlaps itself."""
+    """The dims of a tensor in memory order (decreasing stride); None if its memory has gaps or overlaps."""
     if meta.strides is None:
         return None
     strides = meta.strides
-    # Dims of size one may have any stride: they come first, where they do not disturb the product of sizes.
+    # Dims of size 1 may have any stride: put them first, where they do not affect the product of sizes.
     order = sorted(range(len(meta.shape)), key=lambda dim: (meta.shape[dim] != 1, -strides[dim]))
     expected = 1
     for dim in reversed(order):
@@ -341,12 +341,12 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A strided view of memory as a view, cut in parts.
+    """An `as_strided` as a reshape of memory and a slice.
 
     Attributes:
-        radices: memory as a tensor of so many dims, in order; the last is what is skipped between elements.
-        starts: where the part that is taken of each of these begins.
-        dims: the dims of the result that these are, without the last; all other dims have size one or repeat.
+        radices: the shape into which memory is split; the last dim is the stride of the innermost dim.
+        starts: the start of the slice of each of these dims.
+        dims: the result's dims that correspond to all radices but the last; other dims have size 1 or are repeated.
     """
 
     radices: tuple[int, ...]
@@ -355,16 +355,16 @@ class StridedView:
 
 
 def strided_view(count: int, size: Sequence[int], stride: Sequence[int], offset: int) -> StridedView | None:
-    """The view of `count` elements in memory that `as_strided(size, stride, offset)` is; None where it is none."""
+    """Return `as_strided(size, stride, offset)` of `count` contiguous elements as a view; None if it is none."""
     dims = sorted((dim for dim in range(len(size)) if size[dim] > 1 and stride[dim] > 0), key=lambda dim: -stride[dim])
     radices, starts, left, rest = [], [], count, offset
     for dim in dims:
-        if left % stride[dim]:  # the dim is no whole number of the next one's strides
+        if left % stride[dim]:  # the remaining size is not a multiple of the stride
             return None
         radices.append(left // stride[dim])
         starts.append(rest // stride[dim])
         left, rest = stride[dim], rest % stride[dim]
-        if starts[-1] + size[dim] > radices[-1]:  # runs over into the next step of the dim before
+        if starts[-1] + size[dim] > radices[-1]:  # the dim overlaps the next step of the enclosing dim
             return None
     return StridedView((*radices, left), (*starts, rest), tuple(dims))
 
@@ -373,13 +373,13 @@ class _StridedFactors:
     """The factors of a strided view.
 
     Attributes:
-        order: the operand's dims in the order in which they lie in memory.
-        strided: memory cut in radices.
+        order: the operand's dims in memory order.
+        strided: the view.
         sizes: size of every factor.
         whole: factors that can't be sharded.
-        source: dims of the operand.
-        radices: dims of memory, cut.
-        result: dims of the view.
+        source: factors of the operand's dims.
+        radices: factors of the radices of memory.
+        result: factors of the view's dims.
     """
 
     def __init__(self, shape: Sequence[int], order: Sequence[int], strided: StridedView, size: Sequence[int]) -> None:
@@ -396,20 +396,20 @@ class _StridedFactors:
         self.sizes |= {f"repeated{dim}": extent for dim, extent in enumerate(size) if dim not in strided.dims}
         for dim, names, radix in zip(strided.dims, self.radices, strided.radices, strict=False):
             self.result[dim] = names
-            if size[dim] != radix:  # taken in part
+            if size[dim] != radix:  # sliced
                 self.result[dim] = [f"part{dim}"]
                 self.sizes[f"part{dim}"] = size[dim]
                 self.whole += [f"part{dim}", *names]
 
     def memory(self, call: LocalCall) -> Any:
-        """The local operand as memory, cut in radices of local size."""
+        """The local operand in memory order, reshaped to radices of local size."""
         value = call.operands[0].permute(list(self.order))
         shape = [math.prod(call.size(name) for name in names) for names in self.radices]
         return value.reshape(shape)
 
 
 def _geometry(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...] | None, StridedView | None]:
-    """Size of the view; the operand's dims as they lie in memory; the view as a cut of it. None where there is none."""
+    """The size of the view; the operand's dims in memory order, or None; the call as a view, or None."""
     operand, size = call.operands[0], call.arg("size")
     order, count = memory_order(operand), math.prod(operand.shape)
     if order is None or not count:
@@ -443,7 +443,7 @@ def _as_strided(call: OpCall) -> Rule | None:
 
 @rule_maker("aten.as_strided_scatter")
 def _as_strided_scatter(call: OpCall) -> Rule | None:
-    """A view that holds every element once is replaced as a whole."""
+    """If the view has every element once, all of the operand is replaced."""
     size, order, strided = _geometry(call)
     shape = call.operands[0].shape
     if order is None or strided is None or math.prod(size) != math.prod(shape) or strided.radices[-1] != 1:
@@ -460,7 +460,7 @@ def _as_strided_scatter(call: OpCall) -> Rule | None:
 
 
 def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
-    """Everything whole, and the operand laid out in memory as the whole tensor was when the call was captured."""
+    """Everything is whole; the operand gets the memory layout that it had at capture."""
 
     def local(program: LocalCall) -> Any:
         value, *rest = program.operands
@@ -474,23 +474,23 @@ def _whole_layout_rule(call: OpCall, order: Sequence[int]) -> Rule:
     return build(sizes, [list(dims) for dims in operands], [list(result)], whole=sizes, linear=linear, local=local)
 
 
-# Views that cut a dim into parts none of which an axis divides, though it divides the dim.
+# Views that split a dim into parts that an axis does not divide, though it divides the dim.
 #
-# Eight query heads on eight devices are one shard each; as two key heads of four queries they are none. Backward of a
-# repetition of key heads (`[b, 8, s, d]` seen as `[b, 2, 4, s, d]`, summed over the four) would gather them for that.
-# The variant takes the dim as one factor and leaves the view a partial sum: a rank's own stretch among zeros.
+# Eight query heads can be sharded over eight devices; as two key heads of four queries they cannot. The backward of a
+# repetition of key heads (`[b, 8, s, d]` viewed as `[b, 2, 4, s, d]`, summed over the 4) would have to gather them.
+# The variant shards the dim as one factor, and the view is a partial sum: a rank's own stretch among zeros.
 
 
 def with_merged_dims(rule: Rule, call: OpCall, mesh: MeshShape) -> Rule:
-    """The rule of a view with a variant for every dim of its operand that only as a whole can be sharded.
+    """The rule of a view with a variant for every dim of its operand that can only be sharded as one factor.
 
     Args:
         rule: the rule of a view: one operand, one result, the elements in the same order.
         call: the view on whole tensors.
-        mesh: the axes, whose sizes say which dims these are.
+        mesh: the axes, whose sizes tell which dims these are.
 
     Returns:
-        The same rule where there are none, or where the elements are no numbers that add up.
+        The same rule where there are none, or where the dtype is neither floating nor complex.
     """
     (operand,) = call.operands
     # The result is a partial sum.
@@ -527,6 +527,6 @@ def _scatter_into_zeros(call: LocalCall, dim: int) -> Any:
     shape = list(value.shape)
     held = positions(call, name, shape[dim], value.device)
     shape[dim] *= call.share(name)
-    # By indices, not by padding: how many zeros stand before the stretch differs from rank to rank.
+    # By indices, not by padding: the number of zeros before the stretch differs from rank to rank.
     whole = value.new_zeros(shape).index_copy(dim, held, value)
     return whole.reshape(list(call.result_shape()))

@@ -1,1 +1,1 @@
-"""Standard layouts of a step, as hints that force them, and the search for the layers that they split."""
+"""Standard layouts of a step, as hints that force them, and the search for layers to split."""

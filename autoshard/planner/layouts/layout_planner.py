@@ -1,4 +1,4 @@
-"""Plans of standard layouts of a captured call, and the plan that is never slower than the best of them."""
+"""Plans of standard layouts of a captured call, and a plan that is never slower than the best of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from autoshard.plans.sharding_plan import ShardingPlan
 
 
 def plan_no_slower_than_layouts(call: CapturedCall, planner: Planner, target: Target) -> ShardingPlan:
-    """Return the plan of a planner, or the fastest standard layout that fits, where time ended a search before it.
+    """Return the plan of a planner, or the fastest standard layout that fits if the time limit ended the search.
 
-    So the plan of a busy machine, which searches less in its seconds, is still as good as what everybody knows.
+    So even on a busy machine, where the search does less, the plan is as good as the standard layouts.
 
     Args:
         call: the call that is planned.
@@ -53,8 +53,8 @@ def plan_no_slower_than_layouts(call: CapturedCall, planner: Planner, target: Ta
 
 
 def _fastest_layout(call: CapturedCall, planner: Planner, target: Target) -> ShardingPlan | None:
-    """Return the plan of the fastest standard layout that fits, where a search ended early and leaves them open."""
-    # Layouts are whole sets of hints, for a first call, on equal devices.
+    """Return the plan of the fastest standard layout that fits, if the search ended early and layouts are possible."""
+    # Layouts are complete sets of hints, for a first call, on equal devices.
     if not planner.budget.is_over or target.hints or target.shares or call.placed is not None:
         return None
     limit = target.settings.memory_limit
@@ -102,12 +102,12 @@ class LayoutPlanner:
 
     @freeze_older_objects()
     def plan(self, layout: StandardLayout) -> ShardingPlan:
-        """Return the plan of a standard layout, with all layers recomputed where it fits only so.
+        """Return the plan of a standard layout, with all layers recomputed if it only fits so.
 
         Raises:
             HintError: the layout does not fit the model.
         """
-        # There is next to nothing to choose: the first solution is taken, and memory follows from the layout.
+        # There is next to nothing to choose: take the first solution; memory follows from the layout.
         settings = replace(self.target.settings, effort="fast", memory_limit=None)
         target = replace(self.target, hints=layout.hints, settings=settings)
         recompute, limit = self.target.settings.recompute, self.target.settings.memory_limit
@@ -126,7 +126,7 @@ class LayoutPlanner:
         if not layout.regathers:
             return candidate
         decisions = regather_parameters(planner.rules, candidate.decisions)
-        # Only reshards differ: of the parameters that are gathered once more.
+        # Only reshards differ, of the parameters that are gathered again.
         once, twice = (
             sum(reshard.path.seconds for reshard in planner.account(each).reshards)
             for each in (candidate.decisions, decisions)
@@ -135,7 +135,7 @@ class LayoutPlanner:
 
     @contextlib.contextmanager
     def _planner(self, target: Target) -> Iterator[Planner]:
-        """Context with the planner of a layout, whose hints mark the operators of the graph meanwhile."""
+        """Context with the planner of a layout, whose hints temporarily mark the operators of the graph."""
         graph = self.call.graph
         try:
             yield planner_for(self.module, graph, self.call.mesh, target, like=self.first)

@@ -29,8 +29,8 @@ class StandardLayout:
     Attributes:
         name: such as `"FSDP2 x TP"`.
         hints: force it: placements of all parameters, and primitives for modules.
-        replicated: the axes over which parameters are whole, and the batch is split.
-        sharded: the axes over which parameters are in shards at rest, and the batch is split.
+        replicated: the axes over which parameters are replicated, and the batch is split.
+        sharded: the axes over which parameters are sharded at rest, and the batch is split.
         model_axis: the axis of tensor or expert parallelism; None without it.
         model_parallel: the kind of the parallelism on that axis; empty without it.
         regathers: True if gathered parameters are freed after the forward half, and gathered again.
@@ -49,7 +49,7 @@ class StandardLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of layout: what becomes of parameters over the axes of data parallelism, and the parallelism of the model.
+    """A kind of layout: parameters over the axes of data parallelism, and the kind of model parallelism.
 
     Attributes:
         data: `"DDP"`, `"FSDP2"`, `"FSDP2 whole"` or `"HSDP"`; empty if there are no axes of data parallelism.
@@ -74,7 +74,7 @@ NAMES = tuple(kind.name for kind in _KINDS)
 """Names of all standard layouts."""
 
 
-# Part of the parameters that a layout with shards may keep whole: norms and biases of odd sizes are less.
+# Largest fraction of parameters that a sharded layout may replicate: norms and biases of odd sizes are less.
 _MOST_WHOLE = 0.1
 
 
@@ -99,7 +99,7 @@ class StandardLayouts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the layouts that the mesh has axes for, and the model experts; some may not fit the model."""
+        """Names of the layouts for which the mesh has axes, and the model experts; some may not fit the model."""
         has_experts = bool(self.axes) and self._search.has_experts
         return tuple(kind.name for kind in _KINDS if self._has(kind) and (kind.model != "EP" or has_experts))
 
@@ -148,7 +148,7 @@ class StandardLayouts:
         return math.prod(self.mesh.sizes[self.mesh.index(axis)] for axis in axes)
 
     def _once(self, key: str, find: Callable[[], Any]) -> Any:
-        """Return what was found, or raise the error again; several layouts have the same shards."""
+        """Return a cached result, or reraise its error; several layouts have the same shards."""
         if key not in self._found:
             try:
                 self._found[key] = find()
@@ -172,7 +172,7 @@ class StandardLayouts:
             raise HintError(f"{axes} does not divide the batch of {samples}.")
 
     def _check_shards(self, axes: tuple[str, ...], placements: Mapping[str, Mapping[str, Placement]]) -> None:
-        """Raise a `HintError` if much of the parameters would stay whole, since the axes divide none of their dims."""
+        """Raise a `HintError` if many parameters would be replicated, since the axes divide none of their dims."""
         whole = total = 0
         for parameter, shape in self.shapes.items():
             size = math.prod(shape)
@@ -188,7 +188,7 @@ class StandardLayouts:
     def _primitives(self, kind: _Kind, data: tuple[str, ...], shards: Shards) -> dict[str, tuple[Primitive, ...]]:
         whole = (replicate(data),) if data else ()
         if kind.model == "EP":
-            # Experts work on the tokens of all ranks; the rest of the model splits the batch over their axis too.
+            # Experts process the tokens of all ranks; the rest of the model splits the batch over their axis, too.
             experts = split(self.axes[-1], rest="batch")
             others = (replicate(data[:-1]), experts) if len(data) > 1 else (experts,)
             return {"": whole} | {name.rpartition(".")[0]: others for name in shards}
@@ -203,9 +203,9 @@ class StandardLayouts:
 
         Args:
             parameter: its name.
-            sharded: the axes over which parameters are in shards at rest.
+            sharded: the axes over which parameters are sharded at rest.
             axis: the axis of tensor or expert parallelism.
-            shard: the dim and the split factor on that axis; None if the parameter is in no shards there.
+            shard: the dim and the split factor on that axis; None if the parameter is not sharded there.
         """
         placements: dict[str, Placement] = dict.fromkeys(self.mesh.names, Replicate())
         storage = sharded
@@ -213,7 +213,7 @@ class StandardLayouts:
             placements[axis] = shard_placement(*shard)
             storage = tuple(name for name in sharded if name != axis)
         ranks, taken = self._size(storage), None if shard is None else shard[0]
-        # FSDP2 pads dim 0 where it does not divide; a dim that divides holds as many bytes, and needs no padding.
+        # FSDP2 pads dim 0 if it is not divisible; a divisible dim has the same bytes without padding.
         dims = [dim for dim, size in enumerate(self.shapes[parameter]) if dim != taken and size % ranks == 0]
         if storage and dims:
             placements |= dict.fromkeys(storage, Shard(dims[0]))

@@ -1,9 +1,9 @@
 """The shards of Megatron-LM's tensor parallelism, and those of expert parallelism, found in the graph of a step.
 
-A loop of the graph leads from layers whose outputs it runs over (split by columns, in Megatron's words) through
-operators that only carry it along, such as activations and attention, to layers that sum over it (split by rows). An
-axis that splits it needs no communication on the way, and one reduction behind the last layer. The loop over the
-residual stream leads from layers to layers, too, but norms sum over it, and most layers take part in it.
+A loop is a dim of the graph, from layers that have it in their outputs (split by columns, in Megatron's terms) through
+operators that keep it, such as activations and attention, to layers that sum over it (split by rows). An axis that
+splits it needs no communication in between, and one reduction after the last layer. The loop over the residual stream
+connects layers, too, but norms sum over it, and most layers have it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATISTICS = operators.logit_statistics.default
 _CLASS_LOSSES = frozenset({torch.ops.aten._log_softmax.default, _STATISTICS})
 
 Shards = dict[str, tuple[int, int]]
-"""Parameter -> the dim that an axis shards, and the number of equal parts of the dim that it shards each."""
+"""Parameter -> the dim that an axis shards, and its split factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Product:
         node: the operator.
         parameter: name of the parameter.
         contracted: the factors that are summed over, major to minor.
-        columns: the factors that only the parameter and the result have.
-        batch: the factors that stand for one matrix of several, such as experts.
+        columns: the factors of only the parameter and the result.
+        batch: the factors over several matrices, such as experts.
     """
 
     node: fx.Node
@@ -53,10 +53,10 @@ class TensorParallel:
     """The layers that tensor parallelism splits.
 
     Attributes:
-        shards: the parameters that are in shards.
-        columns: names of the parameters of layers that are split by columns; heads of a vocabulary among them.
-        rows: names of the parameters of layers that are split by rows.
-        embeddings: names of the tables that are split by their entries.
+        shards: the sharded parameters.
+        columns: names of the parameters of layers split by columns, including heads over a vocabulary.
+        rows: names of the parameters of layers split by rows.
+        embeddings: names of the tables split by entries.
     """
 
     shards: Shards = field(default_factory=dict)
@@ -67,7 +67,7 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """A loop from some products to others, as `DimPropagation.follow` finds it."""
+    """A loop from some products to others, found by `DimPropagation.follow`."""
 
     factors: Mapping[fx.Node, frozenset[int]]
     columns: tuple[Product, ...]
@@ -98,10 +98,10 @@ class TensorParallelSearch:
         """Return the layers that Megatron-LM's tensor parallelism splits.
 
         Raises:
-            HintError: there are no layers of which one feeds another through operators that carry its outputs along, or
-                the axis does not divide them.
+            HintError: no layer feeds another one through operators that keep the dim of its outputs, or the axis does
+                not divide them.
         """
-        # Loops inside of a layer have few products; where there are no norms, those between layers have more.
+        # Loops inside of a layer have few products; without norms, those between layers have more.
         loops = sorted(self._loops(), key=lambda loop: len(loop.products))
         taken: set[fx.Node] = set()
         chosen: list[_Loop] = []
@@ -139,7 +139,7 @@ class TensorParallelSearch:
         for product in grouped:
             marks = self.rules.propagation.marks((product.node, product.batch), 1, self.size)
             shards |= self._shards_of(self.rules.propagation.follow(marks))
-        # A router has a column for every expert, and is no expert.
+        # A router has a column for every expert, but is no expert.
         routers = {product.parameter for product in self.products if not product.batch}
         shards = {name: shard for name, shard in shards.items() if name not in routers}
         if not shards:
@@ -160,14 +160,14 @@ class TensorParallelSearch:
 
     def _products_of(self, node: fx.Node) -> Iterator[Product]:
         rule = self.rules.rules[node]
-        # Convolutions sum over channels, which nobody splits so; a recurrence runs over one dim in steps.
+        # Not convolutions, whose channels nobody splits so; nor recurrences, which run over one dim in steps.
         if len(rule.operands) < 2 or node.target is _CONVOLUTION or any(factor.sequential for factor in rule.factors):
             return
         names = [self._parameter_of(value) for value in self.rules.operands[node]]
         held = [[factor for dim in dims for factor in dim] for dims in rule.operands]
         result = {factor for dim in rule.results[0] or () for factor in dim}
         for operand, name in enumerate(names):
-            # A bias is a parameter too, of one dim.
+            # A bias, too, is a parameter, but with one dim.
             if name is None or len(rule.operands[operand]) < 2:
                 continue
             activations = {factor for other, some in enumerate(held) if names[other] is None for factor in some}
@@ -180,7 +180,7 @@ class TensorParallelSearch:
                 name,
                 contracted,
                 tuple(factor for factor in mine if factor not in activations and factor in result),
-                # A matrix for each of several experts has three dims.
+                # Matrices of several experts have three dims.
                 tuple(factor for factor in mine if (factor in activations) == (factor in result))
                 if len(rule.operands[operand]) > 2
                 else (),
@@ -191,7 +191,7 @@ class TensorParallelSearch:
 
     def _loops(self) -> Iterator[_Loop]:
         """Yield the loops from columns to rows that nothing else sums over."""
-        seen: set[fx.Node] = set()  # products whose rows belong to a loop that was followed
+        seen: set[fx.Node] = set()  # products whose rows belong to a known loop
         for product in self.products:
             if product.node in seen:
                 continue
@@ -207,7 +207,7 @@ class TensorParallelSearch:
                 yield _Loop(factors, columns, rows)
 
     def _is_carried(self, factors: Mapping[fx.Node, frozenset[int]], rows: set[fx.Node]) -> bool:
-        """Return True if all operators but some products carry a loop along, without communication."""
+        """Return True if all operators of a loop, except products `rows`, keep it without communication."""
         for node in self.forward:
             if node in factors and node not in rows:
                 rule = self.rules.rules[node]
@@ -224,16 +224,16 @@ class TensorParallelSearch:
         for node in self.forward:
             if node.target is _EMBEDDING:
                 table, indices = self.rules.operands[node]
-                # Positions are looked up in a table too, which is small: they are no input.
+                # Positions, which are no input, are looked up in a table, too, but a small one.
                 if self._parameter_of(table) and _index_origin(self.rules, indices.node) in inputs:
                     entries = self.rules.rules[node].operands[0][0]
                     yield self.rules.propagation.follow(self.rules.propagation.marks((node, entries), 1, self.size))
 
     def _heads(self, taken: set[fx.Node]) -> Iterator[Mapping[fx.Node, frozenset[int]]]:
-        """Yield the loops over the outputs of layers that are classes of a loss, or outputs of the model."""
+        """Yield the loops over outputs of layers that are classes of a loss, or outputs of the model."""
         returned = {output.node for output in self.rules.graph.outputs if output.kind == "output"}
         for product in self.products:
-            # The logits of a loss in pieces are inside of the operator.
+            # The logits of a loss in pieces are inside the operator.
             in_pieces = product.node.target is _STATISTICS
             classes = self.rules.rules[product.node].indices("v") if in_pieces else product.columns
             if product.node in taken or not classes:
@@ -245,7 +245,7 @@ class TensorParallelSearch:
                 yield factors
 
     def _shards_of(self, factors: Mapping[fx.Node, frozenset[int]]) -> Shards:
-        """Return the shards of the parameters over whose dims a loop runs."""
+        """Return the shards of the parameters whose dims a loop runs over."""
         shards: Shards = {}
         for node, name in self.parameters.items():
             rule = self.rules.rules[node]

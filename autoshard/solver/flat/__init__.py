@@ -1,4 +1,4 @@
-"""Compiled loops over flat arrays: the rules of presolve, prices on memory over time, and search in neighbourhoods.
+"""Compiled loops over flat arrays: presolve, prices on memory over time, and neighbourhood search.
 
 Problems of tens of thousands of nodes under a memory limit need millions of small steps.
 """

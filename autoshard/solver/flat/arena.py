@@ -9,14 +9,14 @@ import numpy as np
 from autoshard.solver.jit import jit_inner
 
 OFFSET, WORK = 0, 1
-"""Places in `Arena.numbers`: the cost decided so far; the work so far, in table entries read."""
+"""Indices of `Arena.numbers`: the cost decided so far; the work so far, in table entries read."""
 
 EDGES, CELLS, USED, REMOVED, MAPPED, FAILED, FULL = range(7)
-"""Places in `Arena.counts`: the used length of each array; 1 once a node has lost its last strategy; a bit for each
+"""Indices of `Arena.counts`: the used length of each array; 1 once a node has lost its last strategy; a bit for each
 array that was too short: edges, tables, usages, choices."""
 
 FIRST_EDGE, WAITING_EDGES, FIRST_NODE, WAITING_NODES = range(7, 11)
-"""Places in `Arena.counts`: the starts of the rings of waiting edges and nodes, and the numbers that wait."""
+"""Indices of `Arena.counts`: the starts and lengths of the ring buffers of queued edges and nodes."""
 
 ARENA_NODE = np.dtype(
     [
@@ -30,19 +30,19 @@ ARENA_EDGE = np.dtype(
     [("start", np.int64), ("waiting", np.int64), ("dropped", np.bool_), ("queued", np.bool_)], align=True
 )
 ARENA_ITEM = np.dtype([(name, np.int64) for name in ("low", "high", "start", "following")], align=True)
-"""Records rather than an array per field: numba compiles more code for every array that a loop is given."""
+"""Records rather than an array per field: numba compiles more code for every array argument."""
 
 
 class Arena(NamedTuple):
-    """A graph, in arrays that numba's loops change in place. A strategy is gone when its cost is infinite.
+    """A graph in arrays that numba loops change in place. A dropped strategy has infinite cost.
 
-    Half-edge 2e stands at the node of the rows of edge e, 2e + 1 at that of the columns.
+    Half-edge 2e belongs to the node of the rows of edge e, 2e + 1 to that of the columns.
 
     Attributes:
         nodes: per node its number of strategies, the start of its costs in `cost`, its first half-edge (-1: none), its
             degree, its first memory item (-1: none), `gone` if it was removed, and `stale` if its items may have become
             constant.
-        halves: per half-edge its node, and the half-edges after and before it in the list of that node.
+        halves: per half-edge its node, and the next and previous half-edges in the list of that node.
         edges: per edge the start of its table in `table`, row-major over all strategies of its ends, and `dropped` if
             it was removed.
         items: per memory item the moments [low, high), the start of its usages in `usage`, and the next item of its
@@ -50,7 +50,7 @@ class Arena(NamedTuple):
         cost: costs of the strategies of all nodes.
         table: all tables.
         usage: all items' usages, one per strategy of the node.
-        base: changes of the memory that is used under any choice (a difference array over moments).
+        base: changes of the memory used under any choice (a difference array over moments).
         removed: rows (node, neighbour or -1, neighbour or -1, start in `choice`) in order of removal.
         choice: best strategies of removed nodes, by the strategies of those neighbours.
         numbers, counts: see the constants above.
@@ -168,7 +168,7 @@ def drop_edge(arena, edge):  # type: ignore[no-untyped-def]
 @jit_inner
 def find_edge(arena, source, target):  # type: ignore[no-untyped-def]
     """Return the half-edge at `source` of the edge between two nodes, -1 if there is none."""
-    # A hub may have thousands of edges: the list of the end with fewer is searched.
+    # A hub may have thousands of edges: search the list of the end with fewer.
     near, far = (source, target) if arena.nodes[source].degree <= arena.nodes[target].degree else (target, source)
     half = arena.nodes[near].head
     while half >= 0:
@@ -182,7 +182,7 @@ def find_edge(arena, source, target):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def new_edge(arena, source, target):  # type: ignore[no-untyped-def]
-    """Add an edge with a table of zeros, `source` at its rows, and return it; the caller has checked the room."""
+    """Add an edge with a table of zeros, with `source` as rows, and return it; the caller has checked the room."""
     edge = arena.counts[EDGES]
     arena.counts[EDGES] += 1
     arena.halves[2 * edge].end = source
@@ -200,10 +200,10 @@ def new_edge(arena, source, target):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def strides(arena, half):  # type: ignore[no-untyped-def]
-    """Return the start of a half-edge's table, and the strides over the strategies of its node and of the other one."""
+    """Return the start of a half-edge's table, and its strides over the strategies of its node and the other node."""
     edge = edge_of(half)
     columns = arena.nodes[arena.halves[2 * edge + 1].end].size
-    # From the columns' end, the table is read transposed.
+    # From the end of the columns, the table is transposed.
     if half & 1:
         return arena.edges[edge].start, 1, columns
     return arena.edges[edge].start, columns, 1

@@ -14,13 +14,13 @@ from autoshard.solver.problem import Array, IntArray
 from autoshard.solver.solver_budget import Budget
 
 _FORESTS = 400
-"""Neighbourhoods between two checks of the budget."""
+"""Neighbourhoods between checks of the budget."""
 
 _LARGEST = 300
-"""Nodes of a neighbourhood at most."""
+"""Most nodes of a neighbourhood."""
 
 _MOST = 1 << 60
-"""Table entries that the solve of a neighbourhood may read: no limit in effect."""
+"""Most table entries that the solve of a neighbourhood may read: effectively no limit."""
 
 _FORBIDDEN = 4.0
 """Cost of a forbidden pair, in multiples of a known cost: finite, since inf - inf would be NaN."""
@@ -57,10 +57,10 @@ class Descent:
         self._weights = np.zeros(len(core.base))
 
     def begin(self, places: IntArray, prices: Array) -> None:
-        """Start again from a choice, with prices on memory; the best choice so far is kept."""
+        """Restart from a choice, with prices on memory; the best choice so far is kept."""
         self.places = places.copy()
         self._prices = prices
-        # A fine of at least the dearest moment's price, so that leaving the limit never pays at once.
+        # A penalty of at least the highest price, so that exceeding the limit never pays at once.
         level = float(prices.max(initial=0.0)) or self._initial_price()
         self._weights = np.full(len(prices), level)
         self._state[0] = 1.0
@@ -75,14 +75,14 @@ class Descent:
 
     @property
     def is_within_limit(self) -> bool:
-        """True if the present choice is within the limit."""
+        """True if the current choice is within the limit."""
         return bool((self._loads <= self.view.room).all())
 
     def run(self, temperature: float = 0.0, forests: int = _FORESTS) -> bool:
         """Solve some neighbourhoods; return True if the best choice improved."""
         if not len(self.places):
-            return self._keep_if_best()  # there is one choice, and no node to begin a neighbourhood with
-        # Anew every time: differences added up over many moves would drift by their rounding.
+            return self._keep_if_best()  # without nodes there is one choice
+        # Recomputed every time, since rounding of differences accumulates over many moves.
         conditional_costs(self.view, self.places, self._conditional_costs)
         loads_of(self.view, self.places, self._loads)
         before = self._state[1]
@@ -106,7 +106,7 @@ class Descent:
         return self._keep_if_best()
 
     def search(self, patience: int, budget: Budget, *, work: float = inf, forests: int = _FORESTS) -> None:
-        """Solve neighbourhoods until so many runs in a row improve nothing, or some work is done."""
+        """Solve neighbourhoods until `patience` runs in a row improve nothing, or `work` is done."""
         end, failures = self.work + work, 0
         while failures < patience and self.work < end and not budget.is_over:
             before = self.work

@@ -1,6 +1,6 @@
-"""Removal of strategies, and of pairs, that another choice beats in cost and memory, whatever the neighbours choose.
+"""Removal of strategies and pairs that another choice dominates in cost and memory for all choices of the neighbours.
 
-The loops read and change the arrays of `arena.py` in place.
+The loops change the arrays of `arena.py` in place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_WORK = 30_000_000
 """Table entries that the search of one node for dominated strategies may read."""
 
 _PAIR_DEGREE = 4
-"""Neighbours up to which a node is searched for dominated pairs."""
+"""Most neighbours of a node that is searched for dominated pairs."""
 
 _WIDEST = 160
-"""Strategies up to which memory is compared: the work is quadratic."""
+"""Most strategies of a node whose memory is compared, since the work is quadratic."""
 
 
 @jit_inner
@@ -67,7 +67,7 @@ def uses_no_more(arena, node, alive):  # type: ignore[no-untyped-def]
         begin = arena.items[event if event >= 0 else -event - 1].start
         for s in range(count):
             usages[s] += sign * arena.usage[begin + alive[s]]
-        # Between two different moments nothing begins or ends: one comparison holds for all of them.
+        # Between two consecutive ends nothing changes: one comparison holds for all moments in between.
         if position + 1 < 2 * items and moments[position + 1] > moments[position]:
             for s in range(count):
                 for t in range(count):
@@ -92,7 +92,7 @@ def alive_strategies(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
-    """Return the most that t instead of s adds on an edge, over the choices of the other end; stop above `most`."""
+    """Return the most that t instead of s adds on an edge, over all choices of the other end; stop above `most`."""
     neighbour = other_end(arena, half)
     begin, row, column = strides(arena, half)
     far_offset = arena.nodes[neighbour].offset
@@ -110,7 +110,7 @@ def largest_increase(arena, half, s, t, most):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
-    """Drop strategies that another one beats (Goldstein's criterion, memory included); return their number."""
+    """Drop dominated strategies (Goldstein's criterion, including memory); return their number."""
     alive = alive_strategies(arena, node)
     count = len(alive)
     if count < 2 or count > _WIDEST:
@@ -125,14 +125,14 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
     less = uses_no_more(arena, node, alive)
     offset = arena.nodes[node].offset
     lost = 0
-    # From the last to the first, and only against strategies that remain: of equal ones, the first stays.
+    # From last to first, and only against remaining strategies, so that the first of equal ones stays.
     for place in range(count - 1, -1, -1):
         s = alive[place]
         for rival in range(count):
             t = alive[rival]
             if rival == place or not less[place, rival] or arena.cost[offset + t] == np.inf:
                 continue
-            # On a normalised edge another strategy never gains: the sum only grows.
+            # On normalised edges, increases are never negative, so the sum only grows.
             total = arena.cost[offset + t] - arena.cost[offset + s]
             half = arena.nodes[node].head
             while half >= 0 and total <= 0.0:
@@ -150,10 +150,10 @@ def drop_dominated(arena, node):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
-    """Forbid pairs of a node's strategy with a neighbour's if, given the neighbour's, another strategy of the node is
+    """Forbid pairs of strategies of a node and a neighbour if, given the neighbour's, another strategy of the node is
     better; return their number.
 
-    Where one strategy is left for each strategy of the neighbour, the node can be merged into the neighbour.
+    If one strategy is left for each strategy of the neighbour, the node can be merged into the neighbour.
     """
     if arena.nodes[node].degree == 0 or arena.nodes[node].degree > _PAIR_DEGREE:
         return 0
@@ -168,7 +168,7 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
     for place in range(edges):
         halves[place] = half
         half = arena.halves[half].after
-    # Every edge's worst case once: for each pair below, those of the other edges are added up.
+    # The worst case of every edge once: for each pair below, those of the other edges are summed.
     added = np.zeros((edges, count, count))
     for place in range(edges):
         for s in range(count):
@@ -202,7 +202,7 @@ def drop_dominated_pairs(arena, node):  # type: ignore[no-untyped-def]
                         forbidden += 1
                         break
         if forbidden > before:
-            # What other edges of this node lose by a change may be different now.
+            # The worst cases of the node's other edges may have changed.
             push_edge(arena, edge_of(halves[place]))
             return forbidden
     return forbidden
@@ -216,7 +216,7 @@ def process_queues(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped
     `pairs` for dominated pairs, until `work` table entries have been read.
 
     Returns:
-        The number of dominated strategies and pairs that were dropped.
+        The number of dropped strategies and pairs.
     """
     dropped, node = 0, 0
     while arena.counts[FAILED] == 0 and arena.counts[FULL] == 0:
@@ -232,8 +232,7 @@ def process_queues(arena, upper, nodes, pairs, work):  # type: ignore[no-untyped
             if not arena.nodes[queued].gone:
                 tidy_node(arena, queued, upper)
             continue
-        # Cheap rules first: dominance starts only when nothing is queued, and what it drops is followed up before the
-        # next node.
+        # Cheap rules first: dominance runs only when nothing is queued, and its consequences before the next node.
         while node < nodes and arena.nodes[node].gone:
             node += 1
         if node >= nodes or arena.numbers[WORK] > work:

@@ -1,7 +1,4 @@
-"""A lower bound under a memory limit: prices on memory over time, and message passing at these prices.
-
-The passes are those of `chains.py`.
-"""
+"""A lower bound under a memory limit: prices on memory over time, and message passing (`chains.py`) at these prices."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from autoshard.solver.problem import Array, IntArray
 @jit
 def price_strategies(view, prices, priced):  # type: ignore[no-untyped-def]
     """Write the cost of the memory of every strategy at a price per byte and moment."""
-    # Sums from the first moment on: the price of a life is a difference of two of them.
+    # Prefix sums: the price of a life is a difference of two of them.
     total = np.zeros(len(prices) + 1)
     for moment in range(len(prices)):
         total[moment + 1] = total[moment] + prices[moment]
@@ -57,19 +54,19 @@ _FRACTION = 0.05
 """The first step, as a share of the one that would close the gap if the bound were linear in the prices."""
 
 _UNKNOWN_GAP = 0.05
-"""The gap that is assumed where no choice is known, relative to the bound."""
+"""The gap, relative to the bound, that is assumed without a known choice."""
 
 _GROWTH, _SHRINKING = 1.1, 0.66
-"""Factors of the share after a bound that improved, and after `_PATIENCE` bounds that did not."""
+"""Factors of the step after a bound that improved, and after `_PATIENCE` bounds that did not."""
 
 _PATIENCE = 20
 """Bounds in a row without improvement after which the step shrinks."""
 
 _NEGLIGIBLE = 1e-4
-"""Share below which steps start again from `_FRACTION`."""
+"""Step below which steps restart from `_FRACTION`."""
 
 _STRETCHES = 16
-"""Stretches of time: in each, the fullest moment is the one whose price rises."""
+"""Stretches of time: in each, the price of the fullest moment rises."""
 
 
 class Dual(Ascent):
@@ -84,8 +81,7 @@ class Dual(Ascent):
         best_prices: the prices of the best bound.
 
     Source: F. Barahona and R. Anbil, "The volume algorithm: producing primal solutions with a subgradient method",
-    2000. The prices move always from the best known ones, along an average of the excess of rounded choices above the
-    limit.
+    2000. Prices always move from the best known ones, along an average of the excess of rounded choices over the limit.
     """
 
     def __init__(self, core: Core, view: CoreArrays, prices: Array | None = None) -> None:
@@ -105,13 +101,13 @@ class Dual(Ascent):
     def _pass(self) -> float:
         core, view = self.core, self.view
         if self._excess is not None and len(self._excess):
-            # They follow the memory of the last rounded choice.
+            # By the memory of the last rounded choice.
             self._move_prices(self._excess)
         price_strategies(view, self._prices, self._memory_costs)
         self.chains.costs = core.cost + self._memory_costs
         total = self.chains.iterate()
         value = total + core.constant - self._refund
-        # Sums of many floats.
+        # For the rounding of sums of many floats.
         value -= 1e-11 * (abs(value) + abs(total))
         self._improved = value > self.bound
         if self._improved:
@@ -128,8 +124,7 @@ class Dual(Ascent):
 
     @property
     def _refund(self) -> float:
-        """The price of all memory within the limit. It is paid back, so that the Lagrangian bounds every assignment
-        within the limit."""
+        """The price of all memory within the limit, subtracted so that the Lagrangian bounds all such assignments."""
         return float(self._prices @ self.view.room)
 
     def floors(self) -> Array:
@@ -145,15 +140,15 @@ class Dual(Ascent):
         return self.chains.round()
 
     def recently_chosen(self, count: int) -> npt.NDArray[np.bool_]:
-        """Return per strategy True if one of the last rounded choices, of this number, uses it."""
+        """Return per strategy True if one of the last `count` rounded choices uses it."""
         return self._last_rounding > max(self._roundings - count, 0)
 
     def _move_prices(self, excess: Array) -> None:
         """Move the prices from the best ones: up at the fullest moment of each stretch that exceeds the limit, down
         where there is room.
 
-        The step grows while bounds improve and the direction holds, and shrinks after many that did not; when it has
-        become negligible, it starts again.
+        The step grows while bounds improve and the direction holds, and shrinks after many that did not; when it is
+        negligible, it restarts.
         """
         if self._improved:
             self._failures = 0
@@ -166,11 +161,11 @@ class Dual(Ascent):
                 self._fraction *= _SHRINKING
                 if self._fraction < _NEGLIGIBLE:
                     self._fraction = _FRACTION
-        # One rounded choice jumps between strategies; the average approaches the relaxation's own memory.
+        # A single rounded choice jumps between strategies; the average approaches the memory of the relaxation.
         self._average = 0.5 * (self._average + excess)
         change = np.where(self.best_prices > 0, np.minimum(self._average, 0.0), 0.0)
         for stretch in np.array_split(np.arange(len(excess)), min(_STRETCHES, len(excess))):
-            # Neighbouring moments hold nearly the same items. Raising all of them would count one excess many times.
+            # Adjacent moments hold nearly the same items: raising all of them would count one excess many times.
             fullest = stretch[self._average[stretch].argmax()]
             if self._average[fullest] > 0.0 or self.best_prices[fullest] > 0.0:
                 change[fullest] = self._average[fullest]

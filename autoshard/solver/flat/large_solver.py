@@ -1,4 +1,4 @@
-"""Solve of large problems: presolve, then bounds by prices and messages in turn with search in neighbourhoods."""
+"""Solve of large problems: presolve, then bounds by prices and messages, alternating with neighbourhood search."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _WARM_UP_ROUNDS = 6
 """Rounds of messages and search before the integer program is tried."""
 
 _MAX_ENDS = 24
-"""Ends of descents that are remembered."""
+"""Most ends of descents that are kept."""
 
 _UNION_PASSES = 60
 """Passes of messages over the union of the best choice and these ends."""
 
 _MESSAGES_ONLY_ROUNDS = 12
-"""Rounds of messages alone after the first one, where there is memory: the search needs good prices."""
+"""Rounds of only messages after the first round, where memory is limited: the search needs good prices."""
 
 _UNION_PERIOD = 2
 """Rounds of search between two searches of a union."""
@@ -40,7 +40,7 @@ _SHRINK_SHARE = 0.25
 """Share of the strategies that must be ruled out for another presolve."""
 
 _PATIENCE = 3
-"""Neighbourhood searches in a row without improvement after which a start is given up."""
+"""Neighbourhood searches in a row without improvement after which a start is abandoned."""
 
 
 class LargeSolver:
@@ -50,8 +50,8 @@ class LargeSolver:
         problem: with or without a limit.
         incumbent: records assignments and bounds; its budget ends the search.
         seed: of the random numbers.
-        finish: True to go on until the time is up, with the integer program where the core is small; False to end when
-            the search stalls.
+        finish: True to search until the time is up, with the integer program where the core is small; False to end
+            when the search stalls.
     """
 
     def __init__(self, problem: Problem, incumbent: Incumbent, *, seed: int = 0, finish: bool = True) -> None:
@@ -103,7 +103,7 @@ class LargeSolver:
 
 
 class CoreSearch:
-    """The work on one core, until it is solved or can be made smaller."""
+    """The search on one core, until it is solved or can be reduced."""
 
     def __init__(self, solver: LargeSolver, core: Core, prices: Array) -> None:
         self.solver = solver
@@ -119,7 +119,7 @@ class CoreSearch:
         self.tried_integer = False
 
     def run(self) -> tuple[Core, Array]:
-        """Bound and search in turn; return the core and prices to go on with, the same core if this is the end."""
+        """Bound and search in turn; return the core and prices to continue with, the same core if the search ended."""
         budget, incumbent, rounds = self.budget, self.incumbent, 0
         stalled = 0
         while not budget.is_over and not self.solver.is_closed:
@@ -128,8 +128,7 @@ class CoreSearch:
             if budget.is_over:
                 break
             rounds += 1
-            # Without memory there are no prices to wait for. The first round searches too, for an assignment to show at
-            # once.
+            # Without memory there are no prices to wait for. The first round searches, too, for an early assignment.
             if rounds == 1 or rounds >= _MESSAGES_ONLY_ROUNDS or not len(self.core.base):
                 self._search(2 * _PASSES * self.core.cells)
             if rounds >= _MESSAGES_ONLY_ROUNDS and rounds % _UNION_PERIOD == 0:
@@ -161,7 +160,7 @@ class CoreSearch:
             self.solver.offer(self.core, dual.best, self.core.value(dual.best), "prices")
 
     def _search(self, work: int) -> None:
-        """Descend from a fresh rounding, then from the best choice, each with a share of work."""
+        """Descend from a new rounding, then from the best choice, each with a share of work."""
         if self.descent is None:
             self.descent = Descent(self.core, self.view, abs(self.dual.bound) + 1.0, self.solver.seed)
         descent, best = self.descent, self.descent.best
@@ -182,8 +181,8 @@ class CoreSearch:
     def _search_union(self, work: int) -> None:
         """Search the union of the best choice, the ends of descents and recent roundings.
 
-        A node keeps the strategies that one of these choices uses. Where all agree the node is decided, so that the
-        presolved core is small; it gets its own prices, messages and neighbourhoods.
+        A node keeps the strategies that one of these choices uses. If all agree, the node is decided, so the presolved
+        core is small. It has separate prices, messages and neighbourhoods.
         """
         descent, budget = self.descent, self.budget
         assert descent is not None
@@ -225,8 +224,8 @@ class CoreSearch:
         while descent.work < end and not budget.is_over and not self.solver.is_closed:
             before = descent.work
             heat = 0.0
-            # After a while without improvement, every fourth run accepts dearer choices, to leave a local optimum. By
-            # how much is drawn on a logarithmic scale: no one temperature suits all problems.
+            # After a while without improvement, every fourth run accepts worse choices, to leave a local optimum. The
+            # temperature is drawn on a logarithmic scale, since no single one suits all problems.
             if not until_stuck and self.idle >= _PATIENCE and self.idle % 4 == 3:
                 gap = max(descent.cost - self.incumbent.lower_bound, 0.0)
                 heat = gap * 10.0 ** -self.random.uniform(1.0, 4.0)
@@ -244,7 +243,7 @@ class CoreSearch:
                 descent.begin(descent.best, self.dual.best_prices)
 
     def _shrink_core(self) -> tuple[Core, Array] | None:
-        """Return a core without strategies that no better assignment can use, and its prices; None if those are few."""
+        """Return a core without strategies that no better assignment uses, and its prices; None if these are few."""
         upper = self.incumbent.cost
         if not np.isfinite(upper):
             return None
@@ -252,7 +251,7 @@ class CoreSearch:
         if out.mean() < _SHRINK_SHARE:
             return None
         core = presolve(self.core.forbid(out), budget=self.budget.part(0.2))
-        # Nothing is left that could be better: the known assignment is optimal.
+        # No assignment is better: the known one is optimal.
         if not core.feasible:
             self.incumbent.raise_bound(upper)
         self.incumbent.report(f"fixing: {core.nodes} nodes, {core.cells} table entries left")

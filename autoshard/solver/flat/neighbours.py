@@ -1,7 +1,7 @@
 """Large-neighbourhood search under a hard memory limit.
 
-A neighbourhood is a random set of nodes whose edges among them form a forest. It is solved exactly at prices on memory;
-without a limit, memory has no price.
+A neighbourhood is a random set of nodes that induces a forest. It is solved exactly at prices on memory; without a
+limit, memory has no price.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from autoshard.solver.flat.random_numbers import draw, pick
 from autoshard.solver.jit import jit, jit_inner
 
 MEMBER = np.dtype([(name, np.int64) for name in ("node", "link", "to_hub", "start", "picked", "trial")], align=True)
-"""A member of a forest: its node, the half-edge at it that leads to its parent (-1: a root) and the one that leads to
-the hub (-1: none), the start of its strategies among the members', its choice in the best and in the current
-solution."""
+"""A member of a forest: its node, its half-edge to its parent (-1: a root) and to the hub (-1: none), the start of its
+strategies among the members', its choice in the best and in the current solution."""
 
 MARK = np.dtype([("position", np.int64), ("touched", np.int64), ("inside", np.bool_)], align=True)
-"""A node during the growth of a forest: its place among the members, its number of neighbours that are members, and
-True if it is a member."""
+"""A node while a forest is grown: its position among the members, its number of neighbours that are members, and True
+if it is a member."""
 
 
 @jit_inner
@@ -28,13 +27,13 @@ def grow_forest(view, state, root, hub, target, most, members, marks, border):  
     Args:
         view: the core.
         state: of the random numbers.
-        root: the node to start from, where there is no hub.
-        hub: a node that members may be joined with besides, -1 for none: trees start at its neighbours.
+        root: the node to start from without a hub.
+        hub: a node that is solved together with the forest, -1 for none: trees start at its neighbours.
         target: number of nodes to reach.
         most: table entries that a solve of the forest may read: those of its links, once per strategy of the hub.
         members: written: `node` and `link`.
         marks: `touched` 0 before and after; `inside` False before, and True for the members and the hub after.
-        border: room for candidates: half-edges at them that lead to a member, or -1 - node for roots.
+        border: buffer for candidates: their half-edges to a member, or -1 - node for roots.
 
     Returns:
         The number of members.
@@ -48,7 +47,7 @@ def grow_forest(view, state, root, hub, target, most, members, marks, border):  
         most //= view.nodes[hub].size
         first = view.nodes[hub].around
         degree = view.nodes[hub + 1].around - first
-        # A hub may have more neighbours than the border has room for. A random first one leaves none out every time.
+        # A hub may have more neighbours than fit in the border: start at a random one, so that none is always left out.
         turn = pick(state, degree)
         for step in range(min(degree, capacity // 2)):
             border[waiting] = -1 - view.around[first + (turn + step) % degree].neighbour
@@ -57,12 +56,12 @@ def grow_forest(view, state, root, hub, target, most, members, marks, border):  
         chosen = pick(state, waiting)
         towards = border[chosen]
         waiting -= 1
-        # The last candidate fills the gap: removal from the middle in one step.
+        # The last candidate fills the gap.
         border[chosen] = border[waiting]
         candidate = -1 - towards
         if towards >= 0:
             candidate = view.around[view.around[towards].reverse].neighbour
-        # A second link to the members would close a cycle, and the set would be no forest.
+        # A second link to the members would close a cycle.
         if marks[candidate].inside or marks[candidate].touched != (0 if towards < 0 else 1):
             continue
         if towards >= 0:
@@ -96,11 +95,11 @@ def solve_forest(view, members, size, marks, sums, best, least):  # type: ignore
         view: the core.
         members, size, marks: the forest, from `grow_forest`.
         sums: costs of the members' strategies, from their `start` on; changed.
-        best: room for the best strategy of each member by its parent's.
-        least: room for a cost per strategy of a node.
+        best: buffer for the best strategy of each member by its parent's.
+        least: buffer for a cost per strategy of a node.
     """
     used, total = 0, 0.0
-    # Parents come first, so that backwards every member has the sums of all its children.
+    # Parents come first, so in reverse order every member has the sums of all its children.
     for member in range(size - 1, -1, -1):
         node, link, start = members[member].node, members[member].link, members[member].start
         count = view.nodes[node].size
@@ -124,7 +123,7 @@ def solve_forest(view, members, size, marks, sums, best, least):  # type: ignore
                     best[used + t] = s
         for t in range(parent_count):
             sums[parent_start + t] += least[t]
-        # The start of its best strategies by the parent's, until the loop below reads the choice there.
+        # For now, the start of its best strategies by the parent's, from which the loop below reads the choice.
         members[member].trial = used
         used += parent_count
     for member in range(size):
@@ -136,15 +135,15 @@ def solve_forest(view, members, size, marks, sums, best, least):  # type: ignore
 
 
 _TRIES = 6
-"""Multiples of the prices under which one forest is solved, at most."""
+"""Most multiples of the prices at which one forest is solved."""
 
 _BLOCK = 64
-"""Moments that are compared with the limit together where no item of a change begins or ends in them."""
+"""Number of moments that are compared with the limit at once if no item of a change begins or ends in them."""
 
 
 @jit
 def conditional_costs(view, places, conditional):  # type: ignore[no-untyped-def]
-    """Write the cost of every strategy beside the choices of all neighbours."""
+    """Write the cost of every strategy given the choices of all neighbours."""
     for node in range(len(view.nodes) - 1):
         offset, size = view.nodes[node].offset, view.nodes[node].size
         for s in range(size):
@@ -158,7 +157,7 @@ def conditional_costs(view, places, conditional):  # type: ignore[no-untyped-def
 
 @jit_inner
 def move_node(view, node, choice, places, conditional):  # type: ignore[no-untyped-def]
-    """Change the choice of one node, and the costs of its neighbours' strategies beside it."""
+    """Change the choice of one node, and update the conditional costs of its neighbours."""
     for place in range(view.nodes[node].around, view.nodes[node + 1].around):
         half = view.around[place]
         offset, size = view.nodes[half.neighbour].offset, view.nodes[half.neighbour].size
@@ -173,7 +172,7 @@ def free_costs(view, places, conditional, members, size, marks, hub, plain, hub_
     """Write the costs of the members' and the hub's strategies without the edges among them.
 
     Returns:
-        The number of the members' strategies, and the present cost of members, hub and their edges.
+        The number of the members' strategies, and the current cost of members, hub and their edges.
     """
     total, before = 0, 0.0
     for member in range(size):
@@ -190,7 +189,7 @@ def free_costs(view, places, conditional, members, size, marks, hub, plain, hub_
         half, node = view.around[link], members[member].node
         start, parent_start = members[member].start, members[marks[half.neighbour].position].start
         count, parent_count = view.nodes[node].size, view.nodes[half.neighbour].size
-        # `conditional` counts the edge to the parent at both ends. It is taken off both: the forest adds it once.
+        # `conditional` counts the edge to the parent at both ends: subtract it at both, since the forest adds it once.
         parent_row = view.around[half.reverse].table + places[half.neighbour] * count
         for s in range(count):
             plain[start + s] -= view.table[parent_row + s]
@@ -223,7 +222,7 @@ def free_costs(view, places, conditional, members, size, marks, hub, plain, hub_
 
 @jit_inner
 def change_loads(view, members, size, places, change, events):  # type: ignore[no-untyped-def]
-    """Add the change of memory by the new choices to a difference array, and mark its blocks of moments.
+    """Add the change of memory by the new choices to a difference array, and mark the affected blocks of moments.
 
     Returns:
         The moments [first, last) that change; an empty range if none does.
@@ -279,7 +278,7 @@ def add_loads(view, loads, fullest, change, first, last):  # type: ignore[no-unt
 def search_forests(  # type: ignore[no-untyped-def]
     view, places, loads, priced, penalty, conditional, steps, largest, most, seed, state, temperature
 ):
-    """Solve random forests, half of them together with a hub, with all other nodes held; accept better choices.
+    """Solve random forests, half of them together with a hub, with all other nodes fixed; accept better choices.
 
     Better is cheaper within the limit or, while the limit is exceeded, cheaper with `penalty` for every byte above it.
 
@@ -289,9 +288,9 @@ def search_forests(  # type: ignore[no-untyped-def]
         loads: bytes at each moment, without the memory used under any choice; changed.
         priced: per strategy the price of its memory.
         penalty: per moment the cost of a byte above the limit.
-        conditional: per strategy its cost beside the neighbours' choices (`conditional_costs`); changed.
+        conditional: per strategy its cost given the neighbours' choices (`conditional_costs`); changed.
         steps: forests to solve.
-        largest: nodes of a forest at most.
+        largest: most nodes of a forest.
         most: table entries that the solve of a forest may read.
         seed: state of the random numbers; changed.
         state: multiple of the prices to start from, and the work so far; changed.
@@ -317,12 +316,11 @@ def search_forests(  # type: ignore[no-untyped-def]
         fullest[moment // _BLOCK] = max(fullest[moment // _BLOCK], loads[moment] - view.room[moment])
         over += max(loads[moment] - view.room[moment], 0.0)
     for _ in range(steps):
-        # Sizes are drawn on a logarithmic scale: small forests are cheap and fit often, large ones change many nodes at
-        # once.
+        # Sizes on a logarithmic scale: small forests are cheap and often fit, large ones change many nodes at once.
         target = min(int(np.exp(draw(seed) * np.log(largest))) + 1, largest)
         hub = -1
         if len(view.around) and draw(seed) < 0.5:
-            # By its degree: the other end of any half-edge.
+            # Drawn in proportion to its degree: the other end of a random half-edge.
             hub = view.around[pick(seed, len(view.around))].neighbour
         size = grow_forest(view, seed, pick(seed, nodes), hub, target, most, members, marks, border)
         total, before = free_costs(view, places, conditional, members, size, marks, hub, plain, hub_costs)
@@ -334,7 +332,7 @@ def search_forests(  # type: ignore[no-untyped-def]
             members[size].node = hub
             moving += 1
         allowed = temperature * draw(seed)
-        # The multiple of the prices that was accepted lately; half of the forests try others about it.
+        # The recently accepted multiple of the prices; half of the forests try others near it.
         scale, low, high = state[0], 0.0, np.inf
         if draw(seed) < 0.5:
             scale *= np.exp(2.4 * draw(seed) - 1.2)
@@ -345,7 +343,7 @@ def search_forests(  # type: ignore[no-untyped-def]
                 value = 0.0
                 if hub >= 0:
                     value = hub_costs[choice] + scale * priced[view.nodes[hub].offset + choice]
-                    # Presolve leaves no negative costs: the forest can only add to those of the hub.
+                    # After presolve no cost is negative: the forest can only add to those of the hub.
                     if value >= lowest:
                         continue
                 for member in range(size):
@@ -364,7 +362,7 @@ def search_forests(  # type: ignore[no-untyped-def]
                     for member in range(size):
                         members[member].picked = members[member].trial
                     members[size].picked = choice
-            # The change in real cost, without the prices that led to it.
+            # The change in real cost, without prices.
             after, moved = 0.0, False
             if hub >= 0:
                 after = hub_costs[members[size].picked]
@@ -422,7 +420,7 @@ def search_forests(  # type: ignore[no-untyped-def]
                     if members[member].picked != places[node]:
                         move_node(view, node, members[member].picked, places, conditional)
                 if not unpriced:
-                    # A slow average over accepted forests: the next ones start where the limit has lately been met.
+                    # A slow average over accepted forests: the next ones start where the limit was recently met.
                     state[0] = min(max(state[0] * 0.98 + scale * 0.02, 0.05), 4.0)
                 break
             if moments == 0:
@@ -430,12 +428,12 @@ def search_forests(  # type: ignore[no-untyped-def]
                 break
             if unpriced:
                 if fits:
-                    # Memory for nothing would bring nothing, so no price brings anything.
+                    # Even with free memory there is no improvement, so no price helps.
                     break
                 unpriced, scale = False, high / 2
                 continue
             if fits:
-                # It fits at the first price but is no cheaper. The price may be too high: try without any.
+                # It fits at the first price but is no cheaper. The price may be too high: try zero.
                 if high == np.inf and low == 0.0 and over == 0.0:
                     unpriced, high, scale = True, scale, 0.0
                     continue

@@ -1,4 +1,4 @@
-"""The rules of presolve, applied to a core until none of them finds anything."""
+"""The rules of presolve, applied to a core until none of them applies."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _WORTH = 0.02
 def apply_rules(core: Core, effort: int, upper: float, budget: Budget) -> Core:
     """Apply every exact step to the nodes and edges of a core; see `presolve`."""
     arena, work = _build_arena(core), min(_MOST_WORK, budget.work)
-    # Cheap rules alone first: dominance, quadratic in the strategies, should see a small core.
+    # Only cheap rules first: dominance is quadratic in the strategies, so it should get a small core.
     arena = _run_with_room(arena, lambda room: process_queues(room, upper, 0, False, work))
     alive = np.isfinite(arena.cost).sum()
     for attempt in range(_PASSES if effort else 0):
         if arena.counts[FAILED] or arena.numbers[WORK] > work or budget.is_over:
             break
         dropped = [0]
-        # Pairs are searched from the second pass on, so the first one alone says nothing about the next.
+        # Pairs are searched from the second pass on, so the first one does not predict the next.
         pairs = effort > 1 and attempt > 0
 
         def search(room: Arena, dropped: list[int] = dropped, pairs: bool = pairs) -> None:
@@ -100,7 +100,7 @@ def _lengthen(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
 
 
 def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
-    """Run a step, again with longer arrays as long as one is too short."""
+    """Run a step, and rerun it with longer arrays while one is too short."""
     while True:
         arena.counts[FULL] = 0
         step(arena)
@@ -108,7 +108,7 @@ def _run_with_room(arena: Arena, step: Callable[[Arena], object]) -> Arena:
         if not full:
             return arena
         if full & 1:
-            # The ring of waiting edges begins at 0 again: it would not be one where it wrapped round.
+            # Rotate the ring buffer of queued edges to start at 0, since it may wrap around the old end.
             arena.edges["waiting"] = np.roll(arena.edges["waiting"], -int(arena.counts[FIRST_EDGE]))
             arena.counts[FIRST_EDGE] = 0
         short = [(1, "edges"), (1, "halves"), (2, "table"), (4, "usage"), (8, "choice")]

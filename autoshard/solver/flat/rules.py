@@ -27,12 +27,12 @@ from autoshard.solver.flat.arena import (
 from autoshard.solver.jit import jit, jit_inner
 
 _NEGLIGIBLE = 1e-14
-"""Size of a difference, relative to the subtracted value, below which it is the rounding of zero."""
+"""Difference, relative to the subtracted value, below which it counts as zero."""
 
 _GROWTH = 20_000
-"""Table entries that merging a node may add."""
+"""Most table entries that merging a node may add."""
 
-# numba compiles a loop once more for every literal argument: these are values of one type.
+# Values of one type: numba compiles a loop again for every literal argument.
 _NONE, _ZERO, _ONE = np.int64(-1), np.int64(0), np.int64(1)
 
 
@@ -62,7 +62,7 @@ def tidy_side(arena, half):  # type: ignore[no-untyped-def]
         for t in range(arena.nodes[neighbour].size):
             if arena.cost[far_offset + t] < np.inf:
                 least = min(least, arena.table[place + t * column])
-        # No remaining strategy of the neighbour goes with this one: it can be in no assignment.
+        # No remaining strategy of the neighbour supports this one.
         if least == np.inf:
             arena.cost[offset + s] = np.inf
             lost = True
@@ -82,7 +82,7 @@ def tidy_side(arena, half):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def forbid_expensive(arena, edge, upper):  # type: ignore[no-untyped-def]
-    """Forbid pairs that alone bring the cost to `upper`."""
+    """Forbid pairs whose own cost reaches `upper`."""
     source, target = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     slack = upper - arena.numbers[OFFSET]
@@ -103,7 +103,7 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
     source, target = arena.halves[2 * edge].end, arena.halves[2 * edge + 1].end
     begin, row, column = strides(arena, 2 * edge)
     largest = 0.0
-    # True while every strategy of one end allows exactly one of the other: that end then determines the other.
+    # True while every strategy of one end allows exactly one of the other, which it then determines.
     by_row, by_column = True, True
     for s in range(arena.nodes[source].size):
         if arena.cost[arena.nodes[source].offset + s] == np.inf:
@@ -128,7 +128,7 @@ def tidy_edge(arena, edge, upper):  # type: ignore[no-untyped-def]
         push_node(arena, source)
         push_node(arena, target)
         return
-    # Where each determines the other, the one with fewer edges goes.
+    # If each determines the other, merge the one with fewer edges.
     if by_row and by_column and arena.nodes[source].degree < arena.nodes[target].degree:
         by_row = False
     if not (by_row and merge_nodes(arena, 2 * edge)) and by_column:
@@ -148,7 +148,7 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
             growth += (wide - narrow) * arena.nodes[neighbour].size
             cells += wide * arena.nodes[neighbour].size
         branch = arena.halves[branch].after
-    # The merged node's edges get a row per strategy of the node that stays. Beyond this the core would grow.
+    # The merged node's edges get a row per strategy of the node that stays, which may grow the core.
     if growth > _GROWTH:
         return False
     items = 0
@@ -180,7 +180,7 @@ def merge_nodes(arena, half):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
-    """Turn an edge of a merged node into one of the node that determines it, or add it to that edge."""
+    """Move an edge of a merged node to the node that determines it, or add it to that node's edge."""
     neighbour = other_end(arena, half)
     begin, row, column = strides(arena, half)
     drop_edge(arena, edge_of(half))
@@ -199,7 +199,7 @@ def move_edge(arena, half, keep, chosen):  # type: ignore[no-untyped-def]
 
 @jit_inner
 def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
-    """Hand the memory items of a merged node to the node that determines it, by that node's strategies."""
+    """Move the memory items of a merged node to the node that determines it, by that node's strategies."""
     item = arena.nodes[leave].first_item
     arena.nodes[leave].first_item = -1
     while item >= 0:
@@ -219,8 +219,8 @@ def move_items(arena, leave, keep, chosen):  # type: ignore[no-untyped-def]
 def has_room(arena, edges, cells, used, mapped):  # type: ignore[no-untyped-def]
     """Return True if the arrays have room for that many more entries; otherwise set `FULL`, and the step is retried."""
     counts = arena.counts
-    # A bit for each array: loops can't lengthen arrays. The caller does, and runs the step again, which has changed
-    # nothing yet.
+    # One bit per array: compiled loops can't grow arrays. The caller does, and reruns the step, which has not changed
+    # anything yet.
     counts[FULL] |= (
         (counts[EDGES] + edges > len(arena.edges))
         + 2 * (counts[CELLS] + cells > len(arena.table))
@@ -293,7 +293,7 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
     for s in range(size):
         if arena.cost[offset + s] < np.inf:
             arena.cost[offset + s] -= least
-            # With this strategy alone the cost reaches that of the known assignment.
+            # This strategy's own cost reaches that of the known assignment.
             if arena.cost[offset + s] >= slack:
                 arena.cost[offset + s] = np.inf
                 lost = True
@@ -304,14 +304,14 @@ def tidy_node(arena, node, upper):  # type: ignore[no-untyped-def]
         fold_constant_items(arena, node)
     if allowed == 1:
         fix_node(arena, node, _ZERO + last)
-    # A node with items can't go: its best strategy depends on the limit, not only on its neighbours.
+    # A node with items can't be eliminated: its best strategy depends on the limit, not only on its neighbours.
     elif arena.nodes[node].first_item < 0 and arena.nodes[node].degree <= 2:
         eliminate_node(arena, node)
 
 
 @jit_inner
 def fix_node(arena, node, choice):  # type: ignore[no-untyped-def]
-    """Remove a node of one strategy: its row of each edge is a cost of the neighbour."""
+    """Remove a node with one strategy: its row of each edge becomes a cost of the neighbour."""
     if not has_room(arena, _ZERO, _ZERO, _ZERO, _ONE):
         push_node(arena, node)
         return
@@ -361,14 +361,14 @@ def eliminate_node(arena, node):  # type: ignore[no-untyped-def]
     into = -1
     if second >= 0:
         drop_edge(arena, edge_of(second))
-        # The new table is added to an edge that the two neighbours share already, as parallel edges are.
+        # Add the new table to an existing edge of the two neighbours, as for parallel edges.
         into = find_edge(arena, left, right)
         if into < 0:
             into = 2 * new_edge(arena, left, right)
     arena.nodes[node].gone = True
     arena.numbers[WORK] += entries * size
     to, to_row, to_column = strides(arena, into) if second >= 0 else (0, 0, 0)
-    # The costs beside the second neighbour in rows side by side, so that the compiler vectorises the inner loop.
+    # The costs with the second neighbour in contiguous rows, so that the compiler vectorises the inner loop.
     beside, least = np.zeros((size, width)), np.empty(width)
     if second >= 0:
         for s in range(size):
@@ -413,7 +413,7 @@ def link_arena(arena, item_nodes):  # type: ignore[no-untyped-def]
             link(arena, 2 * edge + 1)
             push_edge(arena, edge)
             continue
-        # Its table has been added to the edge that came first.
+        # Its table has been added to the first parallel edge.
         arena.edges[edge].dropped = True
         source, row, column = strides(arena, 2 * edge)
         to, to_row, to_column = strides(arena, into)
