@@ -49,8 +49,6 @@ _MAX_PLANNED_SHAPES = 3
 _FASTEST = "the fastest of the estimates"  # of the shapes that were planned, another one was chosen
 # Of the shape that is planned first: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
-# Bytes: more than any device has.
-_NO_LIMIT = 2**62
 
 
 def plan_pipeline(
@@ -173,7 +171,7 @@ class _PipelinePlanner:
         self.shares = tuple(shares)
         self.batch = captures.call.samples
         devices = self._devices()
-        limit = target.settings.memory_limit or _NO_LIMIT
+        limit = target.settings.memory_limit or math.inf
         self.memory_limits = tuple(int(min(device.memory, limit)) for device in devices)
         self.has_unequal_devices = any(
             (device.speed, device.memory) != (devices[0].speed, devices[0].memory) for device in devices
@@ -355,7 +353,7 @@ class _PipelinePlanner:
             search = self._search_schedules(self.estimates.costs, shapes, self.memory_limits)
             # A shape whose estimate does not fit may fit once it is planned for less memory.
             if search.best is None:
-                search = self._search_schedules(self.estimates.costs, shapes, (_NO_LIMIT,) * self.ranks)
+                search = self._search_schedules(self.estimates.costs, shapes, (math.inf,) * self.ranks)
             best = None if search.best is None else PipelineShape(*search.best.size)
             if best is not None and best.virtual in ways[considered - 1 : -1]:
                 considered += 1
@@ -399,12 +397,12 @@ class _PipelinePlanner:
 
     def _fastest_seconds(self, shape: PipelineShape, costs: Sequence[StageCosts], fitting: bool) -> float:
         """Return the seconds of the fastest schedule of one shape, of those that fit or of all; infinity if none."""
-        limits = self.memory_limits if fitting else (_NO_LIMIT,) * self.ranks
+        limits = self.memory_limits if fitting else (math.inf,) * self.ranks
         best = self._search_schedules(lambda *_: costs, [shape], limits).best
         return math.inf if best is None else best.step_seconds
 
     def _search_schedules(
-        self, costs_of: CostsOf, shapes: Sequence[PipelineShape], memory_limits: tuple[int, ...]
+        self, costs_of: CostsOf, shapes: Sequence[PipelineShape], memory_limits: tuple[float, ...]
     ) -> ScheduleSearch:
         """Run the search over all requested schedules of some shapes."""
         search = ScheduleSearch(costs_of, self.ranks, memory_limits, self.target.cluster.contention)
@@ -421,7 +419,7 @@ class _PipelinePlanner:
     def _no_plan_error(self, search: ScheduleSearch) -> Exception:
         """Return the error that names what needs least of what was planned, or why nothing could be planned."""
         if not self.planned_shapes and self.errors:
-            return min(self.errors.values(), key=lambda error: getattr(error, "peak", None) or _NO_LIMIT)
+            return min(self.errors.values(), key=lambda error: getattr(error, "peak", None) or math.inf)
         return search.no_schedule_error()
 
     def _build_plan(self, best: ScheduleOption, table: tuple[ScheduleCandidate, ...]) -> PipelinePlan:

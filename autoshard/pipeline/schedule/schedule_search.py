@@ -46,7 +46,7 @@ _PRIORITIES = (
 
 
 def list_schedules(
-    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[float]
 ) -> Iterator[Schedule]:
     """Build schedules in which every free rank runs the most important of its ready actions.
 
@@ -112,14 +112,14 @@ def _memory_needs(
 
 
 def _max_in_flight(
-    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[int]
+    costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[float]
 ) -> list[int]:
     """Return the most microbatches in flight of every rank, from their first forward to their last backward."""
     rest, each = _memory_needs(costs, placement, microbatches)
     most = []
     for limit, held, saved in zip(memory, rest, each, strict=True):
-        possible = min(microbatches, (limit - held) // saved) if saved else microbatches
-        most.append(possible if limit >= held else 0)
+        possible = min(microbatches, (limit - held) / saved) if saved else microbatches
+        most.append(int(possible) if limit >= held else 0)
     return most
 
 
@@ -304,7 +304,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         contention: seconds that a second of communication costs the computation beside it.
     """
 
-    def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[int, ...], contention: float) -> None:
+    def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[float, ...], contention: float) -> None:
         super().__init__()
         # Schedules of one size share its costs, which may take an assignment to stages to find.
         self._costs_of = functools.cache(costs_of)
@@ -385,7 +385,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         less = self._share(step.peaks) < self._share(self.best.simulation.peaks)
         return less and step.seconds <= limit * SAME
 
-    def _schedules(self, option: ScheduleOption, memory_limits: Sequence[int]) -> Iterator[Schedule]:
+    def _schedules(self, option: ScheduleOption, memory_limits: Sequence[float]) -> Iterator[Schedule]:
         if option.name == CUSTOM:
             orders = list_schedules(option.costs, option.placement, option.microbatches, memory_limits)
             yield from islice(orders, _CUSTOM_ORDERS)
