@@ -361,3 +361,25 @@ def test_stages_set_the_buffers_that_the_model_sets() -> None:
         {output.name for output in stage.step.outputs if output.kind == "mutation"} for stage in cut(graph, stages, 2)
     ]
     assert changed == [{"first.mean", "first.before"}, {"second.mean", "second.before"}]
+
+
+class _Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = self.first(batch["x"].clone()).tanh()
+        batch["x"].mul_(2.0)
+        return self.second(hidden).square().mean()
+
+
+def test_a_changed_input_has_the_name_of_the_argument() -> None:
+    step = capture_microbatch(_Writing(), (), {"batch": {"x": torch.randn(3, 4)}})
+    (group,) = step.together
+    assert group == ("clone", "mul_")
+    stage_of = {each.name: int(each.name not in (*group, "linear", "tanh")) for each in step.operators}
+    first, second = cut(step, stage_of, 2)
+    (keyword,) = (keyword for keyword, _ in first.inputs.values())
+    assert [output.name for output in first.step.outputs if output.kind == "mutation"] == [keyword]
+    assert not second.inputs

@@ -551,13 +551,15 @@ class _Slice:
                 tail.meta = self._meta(copy, "is_forward")
                 copy = tail
             self.outputs.append(JointOutput("output", name, copy, name if name in differentiated else None))
+        # Inputs of the model have the names of the stage's arguments.
+        names_of = {item.node: item.name for item in self.inputs}
         for output, value in self.cutter.changes[self.stage]:
-            self.outputs.append(replace(output, node=self.copies[value]))
+            name = names_of[self.copies[self._source(output.name)]]
+            self.outputs.append(replace(output, name=name, node=self.copies[value]))
         wanted = {output.name for output in self.joint.outputs if output.kind == "gradient" and self.cutter.grad}
-        names_of = {copy.name: item.name for item in self.inputs for copy in [item.node]}
         for node, item in self.step.sources.items():
             if item.name in wanted and item.kind != "tangent" and node in self.copies:
-                self.outputs.append(JointOutput("gradient", names_of[self.copies[node].name], gradients.get(node)))
+                self.outputs.append(JointOutput("gradient", names_of[self.copies[node]], gradients.get(node)))
         for node in self.received:
             if node in self.differentiated:
                 self.outputs.append(JointOutput("gradient", tensor_name(node), gradients[node]))
