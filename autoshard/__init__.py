@@ -12,8 +12,10 @@ from autoshard.version import __version__
 
 if TYPE_CHECKING:
     from autoshard.api import (
+        check_options,
         frontier,
         full_state_dict,
+        full_tensor,
         load_full_state_dict,
         load_safetensors,
         materialize,
@@ -45,19 +47,23 @@ if TYPE_CHECKING:
     from autoshard.patterns.registry import register_rule
     from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
     from autoshard.pipeline.run.pipeline_module import PipelineModule
+    from autoshard.planner.hints import hint_text, parse_hint
     from autoshard.plans.alternative import Alternative
+    from autoshard.plans.expenses import Expenses
     from autoshard.plans.frontier import Frontier
+    from autoshard.plans.plan_difference import PlanDifference
     from autoshard.plans.sharding_plan import ShardingPlan
     from autoshard.runtime.adafactor import Adafactor
     from autoshard.runtime.checkpoint import checkpointable
+    from autoshard.saved_plans import load_plan, why_not
     from autoshard.search.result import SearchResult
     from autoshard.search.search import search
+    from autoshard.specs.axes import MeshShape
     from autoshard.tools.compare.compare import compare
     from autoshard.tools.compare.comparison import Comparison
     from autoshard.tools.doctor.doctor import doctor
     from autoshard.tools.verify.report import VerifyReport
     from autoshard.tools.verify.verify import verify
-    from autoshard.tools.why_not import why_not
 
 __all__ = [
     "Adafactor",
@@ -67,15 +73,18 @@ __all__ = [
     "CaptureError",
     "Cluster",
     "Comparison",
+    "Expenses",
     "Frontier",
     "HintError",
     "InputError",
     "MeshError",
+    "MeshShape",
     "Options",
     "Pipeline",
     "PipelineError",
     "PipelineModule",
     "PipelinePlan",
+    "PlanDifference",
     "PlanError",
     "RuleError",
     "Search",
@@ -85,18 +94,23 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "calibrate",
+    "check_options",
     "checkpointable",
     "compare",
     "doctor",
     "frontier",
     "full_state_dict",
+    "full_tensor",
+    "hint_text",
     "keep",
     "load_full_state_dict",
+    "load_plan",
     "load_safetensors",
     "materialize",
     "no_sync",
     "offload",
     "parallelize",
+    "parse_hint",
     "plan",
     "plan_of",
     "recompute",
@@ -115,10 +129,11 @@ __all__ = [
 ]
 
 _NAMES = {
-    "autoshard.tools.why_not": ("why_not",),
     "autoshard.api": (
+        "check_options",
         "frontier",
         "full_state_dict",
+        "full_tensor",
         "load_full_state_dict",
         "load_safetensors",
         "materialize",
@@ -153,13 +168,18 @@ _NAMES = {
     "autoshard.patterns.registry": ("register_rule",),
     "autoshard.pipeline.plan.pipeline_plan": ("PipelinePlan",),
     "autoshard.pipeline.run.pipeline_module": ("PipelineModule",),
+    "autoshard.planner.hints": ("hint_text", "parse_hint"),
     "autoshard.plans.alternative": ("Alternative",),
+    "autoshard.plans.expenses": ("Expenses",),
     "autoshard.plans.frontier": ("Frontier",),
+    "autoshard.plans.plan_difference": ("PlanDifference",),
     "autoshard.plans.sharding_plan": ("ShardingPlan",),
     "autoshard.runtime.adafactor": ("Adafactor",),
     "autoshard.runtime.checkpoint": ("checkpointable",),
+    "autoshard.saved_plans": ("load_plan", "why_not"),
     "autoshard.search.result": ("SearchResult",),
     "autoshard.search.search": ("search",),
+    "autoshard.specs.axes": ("MeshShape",),
     "autoshard.tools.verify.report": ("VerifyReport",),
     "autoshard.tools.verify.verify": ("verify",),
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autoshard.capture.bound_call import BoundCall
@@ -23,6 +25,7 @@ from autoshard.pipeline.run.pipeline_module import (
     plan_with_options,
     resolve_pipeline,
 )
+from autoshard.pipeline.schedule.schedule_search import names_to_try
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import explorer_for, with_provenance
 from autoshard.planner.progress_line import show_progress
@@ -45,6 +48,7 @@ from autoshard.runtime.materialize import Initializer, Model, materialize_module
 from autoshard.runtime.module_runtime import RUNTIME, Runtime, runtime_of
 from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
+from autoshard.runtime.shards import gather_full_tensor
 from autoshard.search.search import auto_mesh, device_type_of_job
 from autoshard.specs.axes import MeshShape
 
@@ -120,6 +124,36 @@ def plan(
     found = planner.plan(captured)
     captured = captured.form_of(found)
     return Replanner.of(module, captured.graph, captured.seconds, shape, target).remember(found)
+
+
+def check_options(
+    function: str, mesh: DeviceMesh | Mapping[str, int] | None = None, **keywords: Unpack[OptionKeywords]
+) -> Options:
+    """Check the options of planning before there is a model, which may take long to build.
+
+    Args:
+        function: that will get the options: `"plan"`, `"parallelize"`, `"frontier"`, `"search"`, `"compare"`,
+            `"verify"` or `"why_not"`.
+        mesh: as for `autoshard.plan`; None if it is not known.
+        **keywords: the fields of `autoshard.Options` that the function takes.
+
+    Returns:
+        The options with the defaults of the function. Their `pipeline.axis` is the name of the pipeline axis of the
+        mesh, None where it has none.
+
+    Raises:
+        TypeError: the function has no option of that name; the message names the close ones.
+        BudgetError, InputError, MeshError, PipelineError, PlanError: an option or the mesh is not valid, there is no
+            such cluster, or it has fewer devices. Hints are checked with the model only.
+    """
+    options = collect_options(function, keywords)
+    names_to_try(options.pipeline.schedule)
+    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    if mesh is None:
+        return options
+    shape = MeshShape.of(mesh)
+    target.cluster.first(shape.size)
+    return replace(options, pipeline=resolve_pipeline(shape, options.pipeline) or options.pipeline)
 
 
 def frontier(
@@ -481,6 +515,31 @@ def load_safetensors(
     if isinstance(model, PipelineModule):
         return model.load_safetensors(paths, strict, device)
     return load_module(model, paths, strict=strict, device=device)
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Gather one whole tensor from the ranks that hold its shards, such as a parameter, its gradient or an output.
+
+    All ranks of the tensor's mesh call this together. Unlike `DTensor.full_tensor`, it is also right for a dim that
+    several axes split into strided pieces, as they do a fused weight.
+
+    Args:
+        tensor: with the placements `Replicate`, `Shard` and `_StridedShard` of any dims, even or not.
+
+    Returns:
+        A plain tensor in memory of its own, of the global shape and dtype, on the rank's device, without autograd.
+
+    Raises:
+        InputError: the tensor is no `DTensor`, or is partial: shards are put together, and nothing is added up.
+    """
+    if not isinstance(tensor, DTensor):
+        raise InputError(f"full_tensor gathers the shards of a DTensor, got a {type(tensor).__name__}.")
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise InputError(
+            f"full_tensor puts shards together, and the tensor is partial ({tensor.placements}): reduce it first, by "
+            "tensor.redistribute(placements=...)."
+        )
+    return gather_full_tensor(tensor)
 
 
 def full_state_dict(

@@ -55,6 +55,33 @@ def test_what_a_function_does_not_take_is_an_error() -> None:
         autoshard.frontier(nn.Linear(16, 4), {"x": 2}, INPUTS, schedule="1F1B")
 
 
+def test_options_are_checked_before_there_is_a_model() -> None:
+    options = autoshard.check_options("frontier", {"pp": 2, "dp": 4}, cluster="a100", hints={})
+    assert (options.pipeline.axis, options.search.time_limit, options.cluster) == ("pp", 240.0, "a100")
+    assert autoshard.check_options("plan", {"dp": 4}).pipeline == autoshard.Pipeline()
+    assert autoshard.check_options("search").pipeline.axis is None
+
+
+@pytest.mark.parametrize(
+    ("function", "mesh", "keywords", "error", "message"),
+    [
+        ("plans", None, {}, autoshard.InputError, r"autoshard\.plans takes no options of planning\. Close .* plan"),
+        ("frontier", None, {"shares": "auto"}, TypeError, "frontier takes no keyword 'shares'"),
+        ("plan", None, {"memory_limit": "1XB"}, autoshard.BudgetError, "unit 'XB'"),
+        ("plan", None, {"optimizer": "adam-2"}, autoshard.PlanError, "adam-2"),
+        ("plan", None, {"pipeline": autoshard.Pipeline(schedule="2F")}, autoshard.PipelineError, "no schedule '2F'"),
+        ("plan", {"dp": 0}, {}, autoshard.MeshError, "'dp' has size 0"),
+        ("plan", {"dp": 16}, {"cluster": "8xA100"}, autoshard.MeshError, "has 16 devices and cluster"),
+        ("plan", {"dp": 2}, {"pipeline": autoshard.Pipeline(axis="pp")}, autoshard.MeshError, "no such axis"),
+    ],
+)
+def test_options_that_no_model_could_have_are_refused_without_one(
+    function: str, mesh: Any, keywords: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        autoshard.check_options(function, mesh, **keywords)
+
+
 def test_earlier_keywords_warn_and_mean_the_same() -> None:
     earlier = {"effort": "fast", "time_limit": 5.0, "microbatches": 2, "pipeline_axis": "pp"}
     with pytest.warns(DeprecationWarning, match=r"keywords of autoshard\.plan have moved") as caught:

@@ -99,6 +99,13 @@ print(shows() == shows.__wrapped__())
     assert _output(code) == "True"
 
 
+def test_the_core_loads_no_tool() -> None:
+    code = (
+        "import sys, autoshard; autoshard.parallelize, autoshard.search, autoshard.load_plan, autoshard.check_options"
+    )
+    assert _output(f"{code}; print([name for name in sys.modules if name.startswith('autoshard.tools')])") == "[]"
+
+
 def test_the_names_of_functions_win_over_rooms() -> None:
     code = "import autoshard.tools.compare.flags, autoshard, inspect; print(inspect.isfunction(autoshard.compare))"
     assert _output(code) == "True"

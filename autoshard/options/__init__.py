@@ -1,4 +1,9 @@
-"""The options of a user as one object, and the targets that planners make of them."""
+"""The options of a user as one object, and the targets that planners make of them.
+
+Choices of options, for command lines and files of one's own: `EFFORTS` and `METHODS` of `Search`, `SCHEDULES` of
+`Pipeline`, `RECOMPUTE`, `OFFLOAD` and `OFFLOAD_OPTIMIZER` of `Options`, and `SEARCH_OPTIONS`, the `option` of
+`autoshard.search`. Types for functions that pass options on: `OptionKeywords`, of `**keywords`, and `Hints`.
+"""
 
 from autoshard.options.options import (
     EFFORTS,
@@ -6,6 +11,8 @@ from autoshard.options.options import (
     OFFLOAD,
     OFFLOAD_OPTIMIZER,
     RECOMPUTE,
+    SCHEDULES,
+    SEARCH_OPTIONS,
     Hints,
     MeshKeywords,
     OptionKeywords,
@@ -13,6 +20,7 @@ from autoshard.options.options import (
     Pipeline,
     Placements,
     Search,
+    SearchOption,
     Shares,
     collect_options,
 )
@@ -23,6 +31,8 @@ __all__ = [
     "OFFLOAD",
     "OFFLOAD_OPTIMIZER",
     "RECOMPUTE",
+    "SCHEDULES",
+    "SEARCH_OPTIONS",
     "Hints",
     "MeshKeywords",
     "OptionKeywords",
@@ -30,6 +40,7 @@ __all__ = [
     "Pipeline",
     "Placements",
     "Search",
+    "SearchOption",
     "Shares",
     "collect_options",
 ]

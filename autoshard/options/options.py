@@ -29,6 +29,7 @@ Boundary = Literal["global", "local"]
 """The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
 Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
 Effort = Literal["fast", "full"]
+SearchOption = Literal["mini-time", "mini-parallelism", "profiling"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 ALWAYS_RECOMPUTE = frozenset[Recompute](("full", "selective"))
@@ -37,6 +38,11 @@ OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 OFFLOAD_OPTIMIZER: tuple[OffloadOptimizer, ...] = get_args(OffloadOptimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+SCHEDULES = (
+    *("auto", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"),
+    *("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "custom"),
+)
+SEARCH_OPTIONS: tuple[SearchOption, ...] = get_args(SearchOption)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +89,7 @@ class Pipeline:
         axis: name of the mesh axis along which the stages lie; by default `"pp"`, if there is such an axis. Each place
             on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it (docs/hints.md).
         schedule: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as `"1F1B"`
-            (`autoshard.pipeline.schedule.actions.SCHEDULES`), or `"custom"` for an order that autoshard searches.
+            (`autoshard.options.SCHEDULES`), or `"custom"` for an order that autoshard searches.
         microbatches: microbatches of a step: `"auto"`, or a number that divides the batch.
         virtual: stages per rank: `"auto"`, or a number.
         batch_dims: name of an input (such as `mask` or `batch['x']`) -> the dim of samples, along which it is split
@@ -383,8 +389,10 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
 
     Raises:
         TypeError: the function takes no keyword of that name; the message names the close ones.
-        PlanError, InputError, BudgetError: a value is not valid.
+        PlanError, InputError, BudgetError: a value is not valid, or there is no such function.
     """
+    if function not in _ENTRY_POINTS:
+        raise InputError(f"autoshard.{function} takes no options of planning. {suggestion(function, _ENTRY_POINTS)}")
     # Functions take keywords as `**options`, so that Python does not check their names.
     rules = _ENTRY_POINTS[function]
     known = {item.name for item in fields(Options)} - rules.refused

@@ -94,7 +94,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
         primitives = _primitives_of(value)
         if not primitives:
             continue
-        text, matched = _value_text(primitives), matching(str(glob), modules)
+        text, matched = hint_text(primitives), matching(str(glob), modules)
         if not matched:
             raise HintError(
                 f"the hint {glob!r}: {text} matches no module. {suggestion(str(glob), set(modules) - {''})}"
@@ -104,7 +104,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
             if before != primitives:
                 raise InfeasibleHintError(
                     f"two hints contradict each other on the module {path or '(root)'}: {globs[path]!r} asks for "
-                    f"{_value_text(before)}, {glob!r} for {text}. Drop one of them, or let their globs match different "
+                    f"{hint_text(before)}, {glob!r} for {text}. Drop one of them, or let their globs match different "
                     "modules."
                 )
             globs.setdefault(path, glob)
@@ -113,7 +113,7 @@ def task_graphs(hints: Mapping[str, HintValue] | None, modules: Collection[str])
 
 def describe(hints: Mapping[str, HintValue] | None) -> dict[str, str]:
     """Return every hint as text, such as `{"layers.*.mlp": "tp: S(0)"}`, for the record in a plan."""
-    return {glob: _value_text(value) for glob, value in (hints or {}).items()}
+    return {glob: hint_text(value) for glob, value in (hints or {}).items()}
 
 
 def _primitives_of(value: object) -> tuple[Primitive, ...]:
@@ -128,7 +128,8 @@ def _says_no_placement(value: object) -> bool:
     return isinstance(value, Saving) or bool(_primitives_of(value))
 
 
-def _value_text(value: HintValue) -> str:
+def hint_text(value: HintValue) -> str:
+    """Return a value of `hints` as text, such as `"tp: S(0)"`, which `parse_hint` reads."""
     if isinstance(value, Placement):
         return placement_text(value)
     if isinstance(value, Saving):
@@ -142,8 +143,8 @@ def _value_text(value: HintValue) -> str:
     return " ".join("-" if placement is None else placement_text(placement) for placement in value)
 
 
-def parse_value(text: str) -> HintValue:
-    """Return the value of a hint that `describe` wrote.
+def parse_hint(text: str) -> HintValue:
+    """Return a value of `hints` from text: `hints={"layers.*.up.weight": autoshard.parse_hint("tp:S(0)")}`.
 
     Args:
         text: `"S(0)"`, for every mesh axis; `"R S(0) -"`, one for each, `-` where the planner chooses; `"tp: S(0)"`,
@@ -193,7 +194,7 @@ def _primitive(match: re.Match[str]) -> Primitive:
 
 def recorded_hints(texts: Mapping[str, str]) -> dict[str, HintValue]:
     """Return the hints in the record of a plan, which also has the primitives of the model's code."""
-    return {glob: parse_value(text) for glob, text in texts.items() if not _PRIMITIVE.fullmatch(glob)}
+    return {glob: parse_hint(text) for glob, text in texts.items() if not _PRIMITIVE.fullmatch(glob)}
 
 
 def _parameters_of(glob: str, names: Mapping[str, str], modules: Collection[str]) -> tuple[str, ...]:

@@ -74,9 +74,13 @@ class ShardingPlan(PlanContents, HasReport):
         late = "; the time limit ended the search" if self.ended_early else ""
         return f"ShardingPlan({tensors} on {self.mesh}, {peak} at {step} per step{late}; print it to see more)"
 
-    def report(self) -> Report:
-        """Return the plan as a tree: key figures, charts, and tables of all that it decides."""
-        return plan_report(self)
+    def report(self, *, is_compared: bool = False) -> Report:
+        """Return the plan as a tree: key figures, charts, and tables of all that it decides.
+
+        Args:
+            is_compared: True if the report is part of one that lists standard layouts beside the plan.
+        """
+        return plan_report(self, is_compared=is_compared)
 
     def __deepcopy__(self, memo: object) -> ShardingPlan:
         # A plan never changes: a copy of a module shares it.

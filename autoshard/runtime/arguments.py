@@ -50,26 +50,6 @@ def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[
     return tuple(args), dict(kwargs or {})
 
 
-def check_factory_result(result: object, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return the model, positional arguments and keyword arguments of what a function of the user returned.
-
-    Raises:
-        InputError: it is not `(model, args, kwargs)`, `(model, args)` with a tuple, or `(model, kwargs)` with a
-            mapping.
-    """
-    match result:
-        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
-            return model, tuple(args), dict(kwargs)
-        case (nn.Module() as model, Mapping() as kwargs):
-            return model, (), dict(kwargs)
-        case (nn.Module() as model, tuple() | list() as args):
-            return model, tuple(args), {}
-    shape = f"a {type(result).__name__}"
-    if isinstance(result, tuple):
-        shape = f"({', '.join(type(item).__name__ for item in result)})"
-    raise InputError(f"{name} returned {shape}: return (model, args, kwargs), with args a tuple and kwargs a mapping.")
-
-
 def check_mesh(mesh: object) -> None:
     """Raise a `MeshError` unless `mesh` is a `DeviceMesh` that this rank is on."""
     if not isinstance(mesh, DeviceMesh):

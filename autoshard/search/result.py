@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from autoshard.errors import BudgetError, PlanError
+from autoshard.options import SearchOption
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.shape_planner import PipelineShape, PlannedShape
 from autoshard.planner.planner import Planner
@@ -19,8 +19,6 @@ from autoshard.search.shapes import Shape
 from autoshard.solver.candidate_search import Candidate
 from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
-
-Option = Literal["mini-time", "mini-parallelism", "profiling"]
 
 BEST = "best"
 
@@ -71,7 +69,7 @@ class SearchResult(HasReport):
         seconds: of the search, capture included.
     """
 
-    option: Option
+    option: SearchOption
     cluster: str
     memory_limit: int
     candidates: tuple[MeshCandidate, ...]

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack, get_args
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint_graph import JointGraph
 from autoshard.errors import AutoshardError, BudgetError, InputError, MeshError, PlanError, warn_caller
 from autoshard.operators.large_losses.loss_in_pieces import has_large_logits
-from autoshard.options import OptionKeywords, Pipeline, collect_options
+from autoshard.options import SEARCH_OPTIONS, OptionKeywords, Pipeline, SearchOption, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
@@ -33,7 +33,7 @@ from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.runtime.rank_agreement import from_first_rank
 from autoshard.search.mesh_planner import Request
 from autoshard.search.mesh_search import MeshSearch
-from autoshard.search.result import MeshCandidate, Option, SearchResult
+from autoshard.search.result import MeshCandidate, SearchResult
 from autoshard.search.shapes import PipelineAxis
 
 _PIPELINES: dict[bool | str, PipelineAxis] = {False: "none", True: "outer", "outer": "outer", "inner": "inner"}
@@ -45,7 +45,7 @@ def search(
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    option: Option = "mini-time",
+    option: SearchOption = "mini-time",
     pipelines: bool | str = True,
     **keywords: Unpack[OptionKeywords],
 ) -> SearchResult:
@@ -110,15 +110,15 @@ class SearchOptions:
         MeshError, PlanError: an option is not valid.
     """
 
-    option: Option
+    option: SearchOption
     devices: int
     pipelines: bool | str = True
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
             raise MeshError(f"devices={self.devices!r}: pass the number of devices, a whole number from 1 up.")
-        if self.option not in get_args(Option):
-            raise PlanError(f"option={self.option!r} is unknown: choose one of {', '.join(get_args(Option))}.")
+        if self.option not in SEARCH_OPTIONS:
+            raise PlanError(f"option={self.option!r} is unknown: choose one of {', '.join(SEARCH_OPTIONS)}.")
         if self.pipelines not in _PIPELINES:
             raise PlanError(
                 f'pipelines={self.pipelines!r}: choose True or "outer", "inner", or False for no pipelines.'

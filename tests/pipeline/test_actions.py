@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard import options
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedule.actions import SCHEDULES, Action, ActionKind, Schedule, runtime_actions, schedule
 from tests.pipeline._torch import run_csv_schedule, run_schedule, with_messages
@@ -48,6 +49,7 @@ def computations(made: Schedule) -> list[list[str]]:
 
 def test_all_schedules_are_met() -> None:
     assert {name for name, *_ in SOME} == set(SCHEDULES)
+    assert ("auto", *SCHEDULES, "custom") == options.SCHEDULES
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "virtual"), SOME)

@@ -5,7 +5,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autoshard
 from autoshard.errors import HintError
-from autoshard.planner.hints import describe, parse_value, recorded_hints, resolve
+from autoshard.planner.hints import describe, hint_text, parse_hint, recorded_hints, resolve
 from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import shard_placement
 
@@ -147,7 +147,8 @@ def test_hints_are_described_as_text() -> None:
     ],
 )
 def test_values_are_read_from_text(text: str, value: object) -> None:
-    assert parse_value(text) == value
+    assert parse_hint(text) == value
+    assert parse_hint(hint_text(parse_hint(text))) == value
 
 
 def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
@@ -184,4 +185,4 @@ def test_the_record_of_a_plan_is_read_as_its_hints() -> None:
 )
 def test_texts_that_are_no_hints(text: str) -> None:
     with pytest.raises(HintError, match="is no placement: write"):
-        parse_value(text)
+        parse_hint(text)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
-from autoshard.errors import MeshError, PlanError
+import autoshard
+from autoshard.errors import InputError, MeshError, PlanError
 from autoshard.runtime import shards
 from autoshard.runtime.placed_tensor import place_parameters
 from autoshard.specs.axes import MeshShape
@@ -34,8 +35,17 @@ def test_distribute_and_whole_agree_with_the_definition(shape: tuple[int, int]) 
         for spec in SPECS:
             tensor = shards.distribute(value.clone(), mesh, spec)
             assert_lies(tensor, value, spec)
-            for back in per_rank(shards.gather_full_tensor(tensor), mesh).values():
+            for back in per_rank(autoshard.full_tensor(tensor), mesh).values():
                 assert torch.equal(back, value)
+
+
+def test_what_has_no_shards_to_put_together_is_refused() -> None:
+    with simulated_mesh(a=2) as mesh:
+        partial = DTensor.from_local(torch.zeros(4), mesh, [Partial()])
+        with pytest.raises(InputError, match=r"the tensor is partial .*: reduce it first"):
+            autoshard.full_tensor(partial)
+    with pytest.raises(InputError, match="of a DTensor, got a Tensor"):
+        autoshard.full_tensor(torch.zeros(4))  # type: ignore[arg-type]
 
 
 def test_every_redistribution_agrees_with_the_definition() -> None:

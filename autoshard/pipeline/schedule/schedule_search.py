@@ -14,6 +14,7 @@ from itertools import islice
 
 from autoshard.errors import BudgetError, PipelineError
 from autoshard.names import suggestion
+from autoshard.options import SCHEDULES as CHOICES
 from autoshard.pipeline.schedule.actions import (
     SCHEDULES,
     Action,
@@ -470,12 +471,12 @@ def names_to_try(schedules: str | Sequence[str]) -> list[str]:
     """Return the full names of schedules.
 
     Args:
-        schedules: "auto" for all, or one or several of `SCHEDULES` and "custom", in any case.
+        schedules: "auto" for all, or one or several of `autoshard.options.SCHEDULES`, in any case.
 
     Raises:
         PipelineError: there is no such schedule, or none is named.
     """
-    known = {name.lower(): name for name in (*SCHEDULES, CUSTOM)}
+    known = {name.lower(): name for name in CHOICES if name != "auto"}
     names = [schedules] if isinstance(schedules, str) else list(schedules)
     if names == ["auto"]:
         return list(known.values())

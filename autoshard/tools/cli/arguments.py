@@ -8,16 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from autoshard.errors import AutoshardError, InputError
+import autoshard
+from autoshard import AutoshardError, InputError
 
 # `--version` and `--help` import this module, and neither needs torch.
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from autoshard.planner.hints import HintValue
-    from autoshard.specs.axes import MeshShape
 
 _AXIS = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<size>\d+)\s*")
 
@@ -44,8 +42,6 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         UsageError: the text does not parse, an axis occurs twice, or a size is not valid.
     """
-    from autoshard.specs.axes import MeshShape
-
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = _AXIS.fullmatch(part)
@@ -58,23 +54,21 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise UsageError(f"--mesh {text}: axis {match['name']!r} occurs twice. Give every axis a name of its own.")
         axes[match["name"]] = int(match["size"])
     with usage_errors():
-        MeshShape.of(axes)
+        autoshard.MeshShape.of(axes)
     return axes
 
 
-def parse_hints(texts: Iterable[str], mesh: MeshShape | None) -> dict[str, HintValue]:
+def parse_hints(texts: Iterable[str], mesh: Mapping[str, int] | None) -> dict[str, Any]:
     """Return the hints in texts such as `"layers.*.up.weight=tp:S(0)"` or `"layers.*.mlp=split(tp)"`.
 
     Args:
-        texts: globs and their values, as `planner.hints.parse_value` reads them.
-        mesh: the mesh whose axes are named; None if there are several.
+        texts: globs and their values, as `autoshard.parse_hint` reads them.
+        mesh: sizes of the axes, by the names that texts have; None if there are several meshes.
 
     Raises:
         UsageError: a text does not parse, a glob occurs twice, or the mesh has no such axis.
     """
-    from autoshard.planner.hints import parse_value
-
-    hints: dict[str, HintValue] = {}
+    hints: dict[str, Any] = {}
     for text in texts:
         # A glob has no such sign, and S(0,f=3) has.
         glob, sign, value = text.partition("=")
@@ -85,11 +79,14 @@ def parse_hints(texts: Iterable[str], mesh: MeshShape | None) -> dict[str, HintV
         if glob in hints:
             raise UsageError(f"the hint {text!r}: the glob {glob!r} occurs twice. Write its placements in one hint.")
         with usage_errors():
-            placements = hints[glob] = parse_value(value)
+            placements = hints[glob] = autoshard.parse_hint(value)
         if isinstance(placements, Mapping) and mesh is not None:
-            unknown = [axis for axis in placements if axis not in mesh.names]
+            unknown = [axis for axis in placements if axis not in mesh]
             if unknown:
-                raise UsageError(f"the hint {text!r} names the axis {unknown[0]!r}; the axes of the mesh are {mesh}.")
+                raise UsageError(
+                    f"the hint {text!r} names the axis {unknown[0]!r}; the axes of the mesh are "
+                    f"{autoshard.MeshShape.of(mesh)}."
+                )
     return hints
 
 

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard.cluster.calibrate import DTYPES, calibrate
-from autoshard.errors import MeshError
+import autoshard
+from autoshard import MeshError
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, check_output, console, print_line, usage_errors
 from autoshard.units import parse_bytes
+
+_DTYPES = ("float32", "bfloat16", "float64")
 
 
 def add_calibrate(verbs: Verbs) -> None:
@@ -34,7 +36,8 @@ def add_calibrate(verbs: Verbs) -> None:
     measure.add_argument(
         "--dtypes",
         nargs="+",
-        choices=[_name(dtype) for dtype in DTYPES],
+        choices=_DTYPES,
+        default=_DTYPES,
         help="dtypes of operators; default: all three",
     )
 
@@ -55,9 +58,9 @@ def _calibrate(options: argparse.Namespace) -> None:
     dist.init_process_group()
     try:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        dtypes = [dtype for dtype in DTYPES if options.dtypes is None or _name(dtype) in options.dtypes]
+        dtypes = [getattr(torch, name) for name in options.dtypes]
         stem, largest = options.output.stem, options.largest
-        cluster = calibrate(mesh, name=stem, largest=largest, dtypes=dtypes, progress=_print_progress)
+        cluster = autoshard.calibrate(mesh, name=stem, largest=largest, dtypes=dtypes, progress=_print_progress)
         if dist.get_rank() == 0:
             cluster.save(options.output)
             console().print(cluster)
@@ -68,7 +71,3 @@ def _calibrate(options: argparse.Namespace) -> None:
 
 def _print_progress(part: str) -> None:
     sys.stderr.write(f"measuring {part}\n")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from autoshard.cluster.cluster import Cluster
+import autoshard
 from autoshard.tools.cli.arguments import Verbs, add_verb, console, usage_errors
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
-from autoshard.tools.doctor.doctor import doctor
 from autoshard.tools.selfcheck.__main__ import add_arguments, run_command
 
 
@@ -43,7 +42,7 @@ def add_doctor(verbs: Verbs) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     """Print the report on a model; status 1 where it cannot be captured."""
     with usage_errors():
-        cluster = Cluster.of(options.cluster)
-    report = doctor(*load_target(options), cluster=cluster)
+        cluster = autoshard.Cluster.of(options.cluster)
+    report = autoshard.doctor(*load_target(options), cluster=cluster)
     console().print(report)
     return 0 if report.captured else 1

@@ -11,9 +11,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from autoshard.errors import AutoshardError
+from autoshard import AutoshardError, __version__
 from autoshard.tools.cli.arguments import UsageError, print_error
-from autoshard.version import __version__
 
 _VERBS = {
     "plan": ("planning", "plan a model on a mesh, without devices"),

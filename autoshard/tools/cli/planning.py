@@ -5,25 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard.cluster.cluster import Cluster
-from autoshard.errors import AutoshardError, BudgetError
-from autoshard.options import EFFORTS, OFFLOAD, OFFLOAD_OPTIMIZER, RECOMPUTE, Pipeline, Search, collect_options
-from autoshard.options.target import Target
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.pipeline_module import resolve_pipeline
-from autoshard.pipeline.schedule.actions import SCHEDULES
-from autoshard.pipeline.schedule.schedule_search import CUSTOM
-from autoshard.planner.layouts.standard_layouts import NAMES
+from autoshard import AutoshardError, BudgetError, Pipeline, PipelinePlan, Search
+from autoshard.options import EFFORTS, OFFLOAD, OFFLOAD_OPTIMIZER, RECOMPUTE, SCHEDULES, SEARCH_OPTIONS
 from autoshard.report import HasReport
-from autoshard.search.result import Option
-from autoshard.search.search import SearchOptions, search
-from autoshard.specs.axes import MeshShape
 from autoshard.tools.cli.arguments import (
     UsageError,
     Verbs,
@@ -38,7 +28,7 @@ from autoshard.tools.cli.arguments import (
 )
 from autoshard.tools.cli.plan_files import Plan
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
-from autoshard.tools.compare.compare import compare
+from autoshard.tools.compare.compare import BASELINES
 from autoshard.units import format_bytes, format_seconds
 
 _NOT_VALID = "2: an argument is not valid; nothing was planned."
@@ -111,7 +101,7 @@ def add_compare(verbs: Verbs) -> None:
     parser.add_argument(
         "--baseline",
         action="append",
-        choices=NAMES,
+        choices=BASELINES,
         help="a standard layout to compare with, several times for several; default: all that the mesh has",
     )
     parser.add_argument("--details", action="store_true", help="print what every layout spends where")
@@ -134,7 +124,7 @@ def add_search(verbs: Verbs) -> None:
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="the number of devices")
     parser.add_argument(
         "--option",
-        choices=get_args(Option),
+        choices=SEARCH_OPTIONS,
         default="mini-time",
         help="shortest step (the default), fewest devices, or the best step of every number of devices",
     )
@@ -271,8 +261,8 @@ def add_pipeline(parser: argparse.ArgumentParser, *, axis: bool = True) -> None:
         group.add_argument(
             "--pipeline-axis", dest="axis", metavar="AXIS", help="the axis of the stages; default: pp, if there is one"
         )
-    names = ("auto", CUSTOM, *SCHEDULES)
-    group.add_argument("--schedule", choices=names, metavar="NAME", help=f"default: the best of {', '.join(names[1:])}")
+    names = ", ".join(SCHEDULES[1:])
+    group.add_argument("--schedule", choices=SCHEDULES, metavar="NAME", help=f"default: the best of {names}")
     group.add_argument("--microbatches", type=int, metavar="N", help="of a step; by default the best number")
     group.add_argument("--virtual", type=int, metavar="N", help="stages of a rank; by default the best number")
 
@@ -283,7 +273,7 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
     Raises:
         UsageError: an option is not valid.
     """
-    mesh = MeshShape.of(parse_mesh(options.mesh)) if "mesh" in options else None
+    mesh = parse_mesh(options.mesh) if "mesh" in options else None
     hints = parse_hints(options.hints or (), mesh)
     with usage_errors():
         search_options = Search(effort=options.effort, time_limit=options.time_limit)
@@ -308,13 +298,11 @@ def planning_keywords(function: str, options: argparse.Namespace) -> dict[str, A
         if any(value is not None for value in pipeline.values()):
             given = {name: value for name, value in pipeline.items() if value is not None}
             keywords["pipeline"] = Pipeline(**given)
-        target = Target.of(collect_options(function, keywords), None)
-        if mesh is not None:
-            if resolve_pipeline(mesh, target.options.pipeline) is not None and function in _WITHOUT_PIPELINE:
-                name = _WITHOUT_PIPELINE[function]
-                raise UsageError(f"--mesh {options.mesh}: {name} plans no pipeline. Give axis pp another name.")
-            # For its error: the cluster may be too small.
-            target.cluster.first(mesh.size)
+        checked = autoshard.check_options(function, mesh, **keywords)
+    if checked.pipeline.axis is not None and function in _WITHOUT_PIPELINE:
+        raise UsageError(
+            f"--mesh {options.mesh}: {_WITHOUT_PIPELINE[function]} plans no pipeline. Give axis pp another name."
+        )
     return keywords
 
 
@@ -374,7 +362,9 @@ def _compare(options: argparse.Namespace) -> None:
     _check_outputs(options)
     keywords = planning_keywords("compare", options)
     module, args, kwargs = load_target(options)
-    comparison = compare(module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords)
+    comparison = autoshard.compare(
+        module, parse_mesh(options.mesh), args, kwargs, baselines=options.baseline, **keywords
+    )
     console().print(comparison)
     for layout in comparison if options.details else ():
         if layout.plan is not None:
@@ -388,14 +378,15 @@ def _compare(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace) -> None:
     """Print the meshes, and write the file of the best plan, and the page of the search."""
     _check_outputs(options)
+    devices, pipelines = options.devices, not options.no_pipelines
+    if devices < 1:
+        raise UsageError(f"--devices {devices}: pass a number of devices, 1 or more.")
     keywords = planning_keywords("search", options)
-    pipelines = not options.no_pipelines
     with usage_errors():
-        SearchOptions(options.option, options.devices, pipelines)
         # For its error: the cluster may be too small.
-        Cluster.of(options.cluster).first(options.devices)
+        autoshard.Cluster.of(options.cluster).first(devices)
     module, args, kwargs = load_target(options)
-    result = search(module, options.devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
+    result = autoshard.search(module, devices, args, kwargs, option=options.option, pipelines=pipelines, **keywords)
     console().print(result)
     _print_and_save(result.plan, options)
     _write_page(result, options)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autoshard.plans.frontier import Frontier
+import autoshard
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, check_output, console, print_line
-from autoshard.tools.cli.plan_files import read_plan, read_saved
+from autoshard.tools.cli.plan_files import read_plan
 
 
 def add_show(verbs: Verbs) -> None:
@@ -56,7 +56,7 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    console().print(read_saved(options.plan))
+    console().print(autoshard.load_plan(options.plan))
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -65,10 +65,10 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _html(options: argparse.Namespace) -> None:
     check_output("OUT.html", options.output)
-    saved = read_saved(options.plan)
+    saved = autoshard.load_plan(options.plan)
     if options.memory is None:
         saved.to_html(options.output)
-    elif isinstance(saved, Frontier):
+    elif isinstance(saved, autoshard.Frontier):
         saved.to_html(options.output, chosen=saved.at(memory=options.memory))
     else:
         raise UsageError(f"--memory {options.memory} selects a plan of a frontier, and {options.plan} is one plan.")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import autoshard
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
+from autoshard import PipelinePlan
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, check_output, console, parse_mesh, print_line
 from autoshard.tools.cli.plan_files import Plan, read_plan
 from autoshard.tools.cli.planning import add_dtypes, add_memory, add_options, planning_keywords, print_outputs_left

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from autoshard.names import suggestion
-from autoshard.runtime.arguments import check_factory_result
 from autoshard.tools.cli.arguments import UsageError, usage_errors
+from autoshard.tools.examples import check_factory_result
 from autoshard.units import format_bytes
 
 Example = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from autoshard.plans.sharding_plan import ShardingPlan
+import autoshard
+from autoshard import ShardingPlan
 from autoshard.tools.cli.arguments import UsageError, Verbs, add_verb, console, parse_mesh, usage_errors
-from autoshard.tools.cli.plan_files import read_saved
 from autoshard.tools.cli.planning import add_memory, add_mesh, add_options, planning_keywords
 from autoshard.tools.cli.targets import TARGETS, add_target, load_target
-from autoshard.tools.verify.verify import verify
 
 
 def add_verify(verbs: Verbs) -> None:
@@ -41,14 +40,14 @@ def _verify(options: argparse.Namespace) -> int:
     keywords = planning_keywords("verify", options)
     plan = None if options.plan is None else _read_sharding_plan(options.plan)
     model, args, kwargs = load_target(options, "cpu")
-    report = verify(model, parse_mesh(options.mesh), args, kwargs, plan=plan, steps=options.steps, **keywords)
+    report = autoshard.verify(model, parse_mesh(options.mesh), args, kwargs, plan=plan, steps=options.steps, **keywords)
     console().print(report)
     return 0 if report.ok else 1
 
 
 def _read_sharding_plan(path: str) -> ShardingPlan:
     with usage_errors():
-        plan = read_saved(path)
+        plan = autoshard.load_plan(path)
     if not isinstance(plan, ShardingPlan):
         raise UsageError(f"--plan {path}: verify runs a plan without a pipeline, and this is a {type(plan).__name__}.")
     return plan

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
-from autoshard.errors import HintError
-from autoshard.options import Pipeline
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.pipeline_module import resolve_pipeline
-from autoshard.pipeline.schedule.schedule_search import names_to_try
-from autoshard.plans.alternative import Alternative
-from autoshard.plans.sharding_plan import ShardingPlan
-from autoshard.specs.axes import MeshShape
+from autoshard import Alternative, HintError, Pipeline, PipelinePlan, ShardingPlan
 from autoshard.tools.cli.arguments import (
     UsageError,
     Verbs,
@@ -85,10 +78,9 @@ def _why(options: argparse.Namespace) -> int:
             options.axis = plan.axis
     mesh = parse_mesh(options.mesh)
     keywords = planning_keywords("why_not", options)
-    with usage_errors():
-        pipeline = resolve_pipeline(MeshShape.of(mesh), keywords.get("pipeline", Pipeline()))
-    requests = {} if pipeline is None else _requests(options.asked)
-    asked = parse_hints([text for text in options.asked if text.partition("=")[0] not in requests], MeshShape.of(mesh))
+    has_pipeline = autoshard.check_options("why_not", mesh, **keywords).pipeline.axis is not None
+    requests = _requests(options.asked) if has_pipeline else {}
+    asked = parse_hints([text for text in options.asked if text.partition("=")[0] not in requests], mesh)
     module, args, kwargs = load_target(options)
     alternative: Alternative[ShardingPlan] | Alternative[PipelinePlan]
     try:
@@ -118,7 +110,7 @@ def _requests(texts: Iterable[str]) -> dict[str, Any]:
                 raise UsageError(f"{text!r}: {name} occurs twice.")
             requests[name] = int(value) if name != "schedule" and value.isdecimal() else value
     with usage_errors():
-        names_to_try(Pipeline(**requests).schedule)
+        autoshard.check_options("why_not", pipeline=Pipeline(**requests))
     return requests
 
 

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.bound_call import BoundCall
-from autoshard.errors import AutoshardError, BudgetError, PlanError
+from autoshard import AutoshardError, MeshShape, PlanError, ShardingPlan, check_options
 from autoshard.names import suggestion
-from autoshard.options import OptionKeywords, collect_options
-from autoshard.options.target import Target
-from autoshard.patterns.graph_rules import Value
-from autoshard.pipeline.run.pipeline_module import resolve_pipeline
+from autoshard.options import Hints, OptionKeywords
+from autoshard.planner.layouts.compared_layouts import plan_for_comparison
 from autoshard.planner.layouts.layout_planner import LayoutPlanner
-from autoshard.planner.layouts.standard_layouts import NAMES, Hints, StandardLayout
-from autoshard.planner.module_planner import ModulePlanner
-from autoshard.planner.planning import (
-    CapturedCall,
-    run_planner,
-)
-from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.planner.layouts.standard_layouts import NAMES, StandardLayout
 from autoshard.runtime.arguments import check_examples, check_module
-from autoshard.specs.axes import MeshShape
 from autoshard.tools.compare.comparison import PLAN, ComparedLayout, Comparison, NearestLayout
 from autoshard.tools.compare.flags import Job, fsdp2_code, megatron_flags, torchtitan_flags
+
+BASELINES = NAMES
+"""The names of all standard layouts."""
 
 Baselines = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
@@ -72,28 +63,23 @@ def compare(
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
     shape = MeshShape.of(mesh)
-    options = collect_options("compare", keywords)
+    options = check_options("compare", mesh, **keywords)
     names, own = _parse_baselines(baselines)
-    if resolve_pipeline(shape, options.pipeline) is not None:
+    if options.pipeline.axis is not None:
         raise PlanError("compare plans no pipelines, and the axis pp is one: give it another name.")
-    target = Target.of(options, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    limit = target.settings.memory_limit or target.cluster.device.memory
-    target = replace(target, settings=replace(target.settings, memory_limit=limit))
-    planner = ModulePlanner(module, shape, target)
-    bound = BoundCall.of(module, args, kwargs, torch.is_grad_enabled())
-    call = planner.capture(bound, logits_room=planner.logits_room, by_layers=True)
-    own_plan = _plan(planner, call)
-    call = call.form_of(own_plan)
-    layouts = [ComparedLayout(PLAN, "plan", own_plan, hints=target.hints or {})]
-    layout_planner = LayoutPlanner(call, target)
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    plan, layout_planner = plan_for_comparison(module, shape, args, kwargs, options, device_type)
+    limit = layout_planner.target.settings.memory_limit
+    assert limit is not None, "a device has a limit"
+    layouts = [ComparedLayout(PLAN, "plan", plan, hints=options.hints or {})]
     standard = layout_planner.standard
     rows = {name: _compare_standard(layout_planner, name) for name in (standard.names if names is None else names)}
     layouts += [row for row, _ in rows.values()]
     layouts += [_compare_own(layout_planner, name, hints) for name, hints in own.items()]
-    nearest = _nearest(layouts[0].made, rows, limit)
+    nearest = _nearest(plan, rows, limit)
     flags = None if nearest is None else _flags(layout_planner, *nearest)
     seconds = time.perf_counter() - start
-    return Comparison(shape, target.cluster.name, limit, tuple(layouts), flags, seconds)
+    return Comparison(shape, plan.cluster, limit, tuple(layouts), flags, seconds)
 
 
 def _parse_baselines(baselines: Baselines | None) -> tuple[tuple[str, ...] | None, dict[str, Hints]]:
@@ -106,7 +92,7 @@ def _parse_baselines(baselines: Baselines | None) -> tuple[tuple[str, ...] | Non
         return None, {}
     if isinstance(baselines, Mapping):
         for name, options in baselines.items():
-            if name in NAMES or name == PLAN:
+            if name in BASELINES or name == PLAN:
                 raise PlanError(f"baselines={{{name!r}: ...}}: a layout of your own needs a name of its own.")
             if not isinstance(options, Mapping) or set(options) != {"hints"}:
                 raise PlanError(f'baselines: {name!r} is {options!r}: give its hints, as in {{"hints": {{...}}}}.')
@@ -114,18 +100,9 @@ def _parse_baselines(baselines: Baselines | None) -> tuple[tuple[str, ...] | Non
     if isinstance(baselines, str):
         baselines = (baselines,)
     for name in baselines:
-        if name not in NAMES:
-            raise PlanError(f"baselines: there is no standard layout {name!r}. {suggestion(str(name), NAMES)}")
+        if name not in BASELINES:
+            raise PlanError(f"baselines: there is no standard layout {name!r}. {suggestion(str(name), BASELINES)}")
     return tuple(dict.fromkeys(baselines)), {}
-
-
-def _plan(planner: ModulePlanner, call: CapturedCall) -> ShardingPlan:
-    """Return the plan within the memory limit; if none fits, the one without a limit."""
-    try:
-        return planner.plan(call)
-    except BudgetError:
-        target = replace(planner.target, settings=replace(planner.target.settings, memory_limit=None))
-        return run_planner(call.planner_of(target), call.seconds, target)
 
 
 def _compare_standard(planner: LayoutPlanner, name: str) -> tuple[ComparedLayout, StandardLayout | None]:
@@ -155,7 +132,7 @@ def _flags(
     job = Job(
         layout=layout,
         mesh=planner.call.mesh,
-        samples=Value(inputs[0]).meta.shape[0] if inputs else 1,
+        samples=inputs[0].meta["val"].shape[0] if inputs else 1,
         recomputed=("selective" if chosen == "selective" else "full") if plan.recomputed else "none",
         modules={path: type(part) for path, part in planner.module.named_modules()},
         layers=tuple(dict.fromkeys(layer for layer in layers if layer.rpartition(".")[2].isdigit())),

@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoshard.errors import PlanError
+from autoshard import Expenses, MeshShape, PlanDifference, PlanError, ShardingPlan, hint_text
 from autoshard.names import suggestion
-from autoshard.planner import hints as hint_rules
-from autoshard.planner.layouts.standard_layouts import Hints
-from autoshard.plans.expenses import Expenses, count_rerun
-from autoshard.plans.plan_difference import PlanDifference
-from autoshard.plans.plan_report import plan_report
-from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard.options import Hints
 from autoshard.report import Fact, Facts, HasReport, Note, Part, Report, Section, Table, numbers, texts
-from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes, format_seconds
 
 PLAN = "autoshard"
@@ -48,7 +42,7 @@ class ComparedLayout:
         Raises:
             PlanError: the layout cannot be had.
         """
-        return Expenses(self.made)
+        return self.made.expenses()
 
     @property
     def made(self) -> ShardingPlan:
@@ -160,7 +154,7 @@ class Comparison(HasReport):
         if self.nearest is not None:
             flags = self.nearest.report()
             near.append(Section(flags.title, flags.parts, is_folded=True))
-        plan = plan_report(self.plan, is_compared=True)
+        plan = self.plan.report(is_compared=True)
         head = Facts((Fact("mesh", str(self.mesh), self._devices, is_key=True),))
         return Report.of(f"Comparison on {self.mesh}", (head, layouts, *near, *plan.details()))
 
@@ -182,7 +176,7 @@ class Comparison(HasReport):
         return [f"no {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
     def _cells(self, name: str, plan: ShardingPlan) -> Iterator[str]:
-        expenses = Expenses(plan)
+        expenses = plan.expenses()
         yield name
         yield format_seconds(plan.step_seconds)
         yield f"{100 * (plan.step_seconds / self.plan.step_seconds - 1):+.1f} %" if name != PLAN else ""
@@ -190,7 +184,7 @@ class Comparison(HasReport):
         yield format_seconds(expenses.exposed)
         yield from (format_bytes(expenses.sent[axis]) for axis in self._axes)
         yield format_bytes(plan.memory.peak)
-        notes = [f"{count_rerun([plan])} recomputed"] if plan.recomputed else []
+        notes = [f"{expenses.rerun} recomputed"] if plan.recomputed else []
         yield ", ".join([*(["does not fit"] if plan.memory.peak > self.memory_limit else []), *notes])
 
     def to_json(self) -> str:
@@ -213,11 +207,12 @@ class Comparison(HasReport):
         return json.dumps(data, indent=1, allow_nan=False)
 
     def _figures(self, layout: ComparedLayout) -> dict[str, Any]:
-        head: dict[str, Any] = {"name": layout.name, "kind": layout.kind, "hints": hint_rules.describe(layout.hints)}
+        hints = {glob: hint_text(value) for glob, value in layout.hints.items()}
+        head: dict[str, Any] = {"name": layout.name, "kind": layout.kind, "hints": hints}
         plan = layout.plan
         if plan is None:
             return {**head, "reason": layout.reason}
-        expenses = Expenses(plan)
+        expenses = plan.expenses()
         return head | {
             "step_seconds": plan.step_seconds,
             "update_seconds": plan.update_seconds,

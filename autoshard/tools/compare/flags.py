@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import nn
 
+from autoshard import MeshShape
 from autoshard.planner.layouts.standard_layouts import StandardLayout
 from autoshard.planner.layouts.tensor_parallel import glob_names
-from autoshard.specs.axes import MeshShape
 
 
 @dataclass(frozen=True, slots=True)

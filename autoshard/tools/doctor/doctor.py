@@ -16,25 +16,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard import operators as operators  # what captures put into graphs
+from autoshard import AutoshardError, Cluster
 from autoshard.capture.capture_errors import advice_for
 from autoshard.capture.joint import JointGraph, capture
 from autoshard.capture.python.fake_module import parameter_faults, uncopyable_attributes
 from autoshard.capture.python.returned_objects import leaves_by_path
 from autoshard.capture.survey import CallArguments, survey
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.cost import CostModel
-from autoshard.errors import AutoshardError, is_own_warning
+from autoshard.errors import is_own_warning
 from autoshard.names import group_names
-from autoshard.patterns.borrowed import batch_advice
-from autoshard.patterns.graph_rules import GraphRules
-from autoshard.patterns.registry import is_borrowed, rule_for
-from autoshard.patterns.rule import OpCall
-from autoshard.patterns.strategy import WHOLE
-from autoshard.planner.strategy_tables import StrategyTables
+from autoshard.planner.operator_calls import OperatorPrices
 from autoshard.report import HasReport, Note, Part, Report, Section, Table, names, numbers, texts
 from autoshard.runtime.arguments import check_examples, check_module
-from autoshard.specs.axes import MeshShape
 from autoshard.units import format_seconds
 
 # Module patterns in a row of operators.
@@ -208,8 +200,6 @@ def _patterns(modules: Iterable[str]) -> str:
     return ", ".join(texts[:_MODULES]) + more
 
 
-# Rules are the same for every mesh; prices are those of whole operators.
-_MESH = MeshShape.of({"any": 2})
 # Warnings raised below it are notes.
 _LIBRARY = f"{Path(__file__).parents[2]}{os.sep}"
 
@@ -245,7 +235,7 @@ def doctor(
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
-    examination = _Examination(StrategyTables(CostModel(Cluster.of(cluster), _MESH)))
+    examination = _Examination(OperatorPrices(Cluster.of(cluster)))
     examination.run(module, (args, kwargs))
     return examination.report(type(module).__name__)
 
@@ -263,8 +253,8 @@ class _OperatorCalls:
 class _Examination:
     """The findings about one module, collected."""
 
-    def __init__(self, tables: StrategyTables) -> None:
-        self.tables = tables
+    def __init__(self, prices: OperatorPrices) -> None:
+        self.prices = prices
         self.problems: dict[CaptureProblem, None] = {}
         self.notes: dict[str, None] = {}
         self.operators: dict[tuple[str, str], _OperatorCalls] = {}
@@ -300,7 +290,7 @@ class _Examination:
         ]
         # Replicated ones first: they are the reason to read the table.
         operators.sort(key=lambda operator: (operator.source != "replicated", -operator.seconds))
-        cluster = self.tables.cost.cluster.name
+        cluster = self.prices.cluster.name
         return DoctorReport(
             model, cluster, tuple(self.problems), tuple(self.notes), tuple(operators), tuple(self.parts)
         )
@@ -347,26 +337,12 @@ class _Examination:
 
     def _count_operators(self, path: str, graph: JointGraph) -> None:
         """Count the operators of one graph and price them; seconds are those of one device."""
-        rules = GraphRules(graph, _MESH)
-        for node in rules.operators:
-            call = rules.calls[node]
-            calls = self.operators.setdefault(
-                (str(call.op), _source(call, graph.pin(node) is not None)), _OperatorCalls()
-            )
+        for call in self.prices.calls(graph):
+            calls = self.operators.setdefault((call.name, call.source), _OperatorCalls())
             calls.count += 1
-            if str(call.op) in rules.batch_rules:
-                calls.advice = calls.advice or batch_advice(str(call.op), rules.batch_rules[str(call.op)])
-            calls.seconds += self.tables.strategy_seconds(call, rules.rules[node], (WHOLE,))
-            calls.modules[".".join(filter(None, (path, graph.module_path(node))))] = None
-
-
-def _source(call: OpCall, pinned: bool) -> str:
-    """Return the `Operator.source` of a call."""
-    if pinned:
-        return "rule"
-    if rule_for(call) is None:
-        return "replicated"
-    return "borrowed" if is_borrowed(call.op) else "rule"
+            calls.advice = calls.advice or call.advice
+            calls.seconds += call.seconds
+            calls.modules[".".join(filter(None, (path, call.module)))] = None
 
 
 def _input_problems(call: CallArguments) -> Iterator[CaptureProblem]:

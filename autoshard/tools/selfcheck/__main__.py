@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from autoshard.cluster.cluster import Cluster
-from autoshard.errors import AutoshardError
+from autoshard import AutoshardError, Cluster
 from autoshard.tools.selfcheck.outcome import (
     CheckLine,
     CheckOutcome,

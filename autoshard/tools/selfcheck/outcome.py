@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.errors import AutoshardError
+from autoshard import AutoshardError, __version__
 from autoshard.tools.selfcheck._torch import HashStore, PrefixStore, Store, one_thread_gloo, rendezvous
-from autoshard.version import __version__
 
 Verdict = Literal["ok", "skipped", "slow", "wrong"]
 # From the best to the worst, with their styles in a terminal.

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 import autoshard
-from autoshard.runtime.shards import gather_full_tensor
 from autoshard.tools.selfcheck import models
 from autoshard.tools.selfcheck.models import Inputs, Model, make_seeded
 from autoshard.tools.selfcheck.outcome import CheckOutcome, Processes
@@ -76,7 +75,7 @@ def gradients(module: nn.Module) -> Tensors:
 def exact(tensor: Tensor) -> Tensor:
     """Return the full tensor in float64 on the CPU."""
     tensor = tensor.detach()
-    return (gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).to("cpu", torch.float64)
+    return (autoshard.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).to("cpu", torch.float64)
 
 
 def distance(results: Mapping[str, Tensors], reference: Mapping[str, Tensors]) -> float:

@@ -10,13 +10,13 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autoshard import MeshShape
 from autoshard.capture.capture_device import DEVICE
 from autoshard.patterns.lockstep import Lockstep, PerRank
 from autoshard.program.build_program import PlannedGraph, build_program
 from autoshard.program.localize import ProgramTensor
 from autoshard.program.program_replay import COLLECTIVE_KINDS
 from autoshard.size import Sizes, at, evaluate
-from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import Spec
 from autoshard.specs.tensors import shard, unshard
 from autoshard.tools.verify.graph_walk import run_graph

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard import RuleError
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.nodes import is_random
-from autoshard.errors import RuleError
+from autoshard.patterns import Finding, check
 from autoshard.patterns._torch import OpOverload
 from autoshard.patterns.decisions import Flow
 from autoshard.patterns.registry import is_of_user, op_call
 from autoshard.patterns.rule import OpCall, leaves
-from autoshard.patterns.soundness import Finding, check, compare, run_all_ranks
+from autoshard.patterns.soundness import compare, run_all_ranks
 from autoshard.patterns.strategy import describe, offered_factors, result_spec
 from autoshard.tools.verify.graph_walk import Call, run_graph
 from autoshard.tools.verify.report import OperatorFault

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoshard.errors import VerifyError
-from autoshard.patterns.soundness import Finding
-from autoshard.plans.sharding_plan import ShardingPlan
+from autoshard import ShardingPlan, VerifyError
+from autoshard.patterns import Finding
 from autoshard.report import HasReport, Note, Part, Report, Section, Table, numbers, texts
 
 TOLERANCE = 1e-9

@@ -11,24 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autoshard import AutoshardError, InputError, MeshShape, PipelinePlan, PlanError, ShardingPlan, check_options
 from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import JointGraph
 from autoshard.capture.nodes import is_random
 from autoshard.capture.python.fake_module import copy_fault
-from autoshard.errors import AutoshardError, InputError, PlanError
 from autoshard.operators.attention.attention_operator import operators as attentions
-from autoshard.options.options import OptionKeywords, Pipeline, collect_options
+from autoshard.options import OptionKeywords
 from autoshard.options.target import Target
 from autoshard.patterns.strategy import WHOLE
-from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
-from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.planner.explorer import Explorer
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.planning import CapturedCall
-from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.build_program import PlannedGraph
-from autoshard.runtime.arguments import check_factory_result, check_module, check_not_parallelized
-from autoshard.specs.axes import MeshShape
+from autoshard.runtime.arguments import check_module, check_not_parallelized
+from autoshard.tools.examples import check_factory_result
 from autoshard.tools.verify.all_ranks import HeldTensor, TrainingOnAllRanks
 from autoshard.tools.verify.differences import difference_scales, relative_difference
 from autoshard.tools.verify.float64 import Float64Mode, default_float64, widen_module, widen_tensors
@@ -86,10 +83,10 @@ def verify(
         CaptureError, HintError, BudgetError, MeshError, RuleError, TypeError: as for `autoshard.plan`.
     """
     shape = MeshShape.of(mesh)
-    collected = collect_options("verify", options)
+    collected = check_options("verify", mesh, **options)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps={steps!r}: it is a number of training steps, at least 1.")
-    _check_mesh_and_plan(shape, plan)
+    _check_plan_kind(shape, collected.pipeline.axis, plan)
     module, args, kwargs = _float64_example(model_or_factory, args, kwargs)
     target = Target.of(collected, mesh.device_type if isinstance(mesh, DeviceMesh) else None).on_mesh(shape, plan)
     planner = ModulePlanner(module, shape, target)
@@ -212,11 +209,10 @@ def _split_operators(planned: PlannedGraph) -> int:
     return sum(any(choice != WHOLE for choice in each) for each in choices)
 
 
-def _check_mesh_and_plan(mesh: MeshShape, plan: object) -> None:
+def _check_plan_kind(mesh: MeshShape, pipeline_axis: str | None, plan: object) -> None:
     """Raise a `PlanError` for a pipeline, and for plans that are of another kind than the programs that can run."""
-    pipeline = resolve_pipeline(mesh, Pipeline())
-    if pipeline is not None or isinstance(plan, PipelinePlan):
-        axis = "" if pipeline is None else f" (its axis {pipeline.axis!r})"
+    if pipeline_axis is not None or isinstance(plan, PipelinePlan):
+        axis = "" if pipeline_axis is None else f" (its axis {pipeline_axis!r})"
         raise PlanError(
             f"verify runs the program of one step on all ranks, and the mesh {mesh} or the plan is of a pipeline"
             f"{axis}, whose stages have programs of their own. Verify the model on the other axes of the mesh."

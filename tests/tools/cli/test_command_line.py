@@ -221,7 +221,7 @@ def test_ctrl_c_is_one_line(file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autoshard.tools.cli.saved_plans.read_saved", interrupt)
+    monkeypatch.setattr("autoshard.load_plan", interrupt)
     assert main(["show", file]) == 130
     assert capsys.readouterr().err == "autoshard: interrupted\n"
 

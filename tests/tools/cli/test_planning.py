@@ -221,7 +221,7 @@ PLAN = ("plan", "planned_models:make")
         (("plan", "nowhere:make", "--mesh", "dp=2"), "the Python module nowhere cannot be imported"),
         (("plan", "hf:nowhere", "--batch", "4", "--seq", "16", "--mesh", "dp=2"), "hf:nowhere: there is no file"),
         (("fits", "planned_models:make", "--mesh", "dp=2", "--memory", "1XB"), "has the unit 'XB'"),
-        (("search", "planned_models:make", "--devices", "0"), "devices=0: pass the number of devices"),
+        (("search", "planned_models:make", "--devices", "0"), "--devices 0: pass a number of devices"),
         (("search", "planned_models:make", "--devices", "2", "--cluster", "1xV100"), "cluster 1xV100 "),
         (("frontier", "planned_models:make", "--mesh", "pp=2"), "a frontier plans no pipeline"),
         (("frontier", "planned_models:make", "--mesh", "x=2", "--gaps", "-1"), "--gaps -1: pass a number of gaps"),

@@ -1,7 +1,9 @@
-"""`why_not`: the best plan that has what is asked for, and what it costs in place of a plan from a file."""
+"""Plans from files: read, whatever kind they are of, and asked why they are not another one."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack, overload
@@ -14,6 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.options import Hints, OptionKeywords, collect_options
 from autoshard.options.target import Target
 from autoshard.pipeline.graph.microbatch import BatchCall
+from autoshard.pipeline.plan.pipeline_plan import FORMAT as PIPELINE
 from autoshard.pipeline.plan.pipeline_plan import PipelinePlan
 from autoshard.pipeline.plan.pipeline_replanner import PipelineReplanner
 from autoshard.pipeline.plan.stage_reuse import PipelineCaptures
@@ -21,9 +24,38 @@ from autoshard.pipeline.run.pipeline_module import resolve_pipeline
 from autoshard.planner.hints import recorded_hints
 from autoshard.planner.module_planner import ModulePlanner
 from autoshard.planner.replanner import Replanner
+from autoshard.plans import plan_data
 from autoshard.plans.alternative import Alternative
+from autoshard.plans.frontier import FORMAT as FRONTIER
+from autoshard.plans.frontier import Frontier
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.arguments import check_examples, check_module, check_plan
+
+# The format is the first entry of a file, and a frontier's plans have formats of their own later.
+_HEAD = re.compile(r'\A\s*\{\s*"format"\s*:\s*"(?P<format>[^"]*)"')
+
+
+def load_plan(path: str | os.PathLike[str]) -> ShardingPlan | PipelinePlan | Frontier:
+    """Read a file that a plan, the plan of a pipeline, or a frontier wrote by `save`, whichever it is.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        An object of the class that wrote the file, equal to the one that was saved. It answers no `why_not` by itself:
+        that needs the model, as `autoshard.why_not` takes it.
+
+    Raises:
+        PlanError: the file cannot be read, is cut short or edited, or is none of these.
+    """
+    text, what = plan_data.read(path)
+    head = _HEAD.match(text)
+    kind = head["format"] if head is not None else ""
+    if kind == PIPELINE.name:
+        return PipelinePlan.from_json(text, what)
+    if kind == FRONTIER:
+        return Frontier.load(path)
+    return ShardingPlan.from_json(text, what)
 
 
 @overload

@@ -1,7 +1,8 @@
-"""`autoshard.why_not`: plans from files."""
+"""`autoshard.load_plan` and `autoshard.why_not`: plans from files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,30 @@ import autoshard
 from autoshard import Pipeline, PipelinePlan, PlanError, ShardingPlan
 from tests.pipeline.small_pipelines import tower
 from tests.planner.steps import links
+from tests.sample_plan import sample_plan
 
 OPTIONS: dict[str, Any] = {"cluster": links(1e10, 1e-7), "search": autoshard.Search(effort="fast")}
 STAGED: dict[str, Any] = {"pipeline": Pipeline(microbatches=4, virtual=1), **OPTIONS}
+
+
+def test_a_file_of_any_kind_is_read_as_what_wrote_it(tmp_path: Path) -> None:
+    path = tmp_path / "saved.json"
+    plan = sample_plan()
+    for saved in (plan, autoshard.Frontier([plan])):
+        saved.save(path)
+        loaded = autoshard.load_plan(path)
+        assert type(loaded) is type(saved)
+        assert str(loaded) == str(saved)
+    module, inputs = tower()
+    pipelined = autoshard.plan(module, {"pp": 2}, (), inputs, **STAGED)
+    pipelined.save(path)
+    loaded = autoshard.load_plan(str(path))
+    assert isinstance(loaded, PipelinePlan)
+    assert loaded.to_json() == pipelined.to_json()
+    path.write_text(pipelined.to_json()[:-9], "utf-8")
+    for broken in (path, tmp_path / "none.json"):
+        with pytest.raises(PlanError, match=str(broken)):
+            autoshard.load_plan(broken)
 
 
 def test_a_saved_plan_is_asked_with_its_model() -> None:
