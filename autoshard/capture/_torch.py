@@ -454,7 +454,7 @@ def traced_value(tensor: torch.Tensor) -> fx.Node | None:
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
-        torch._sync(tensor)  # a view may not have the numbers yet that were written into its memory
+        tensor.sync()  # a view may not have the numbers yet that were written into its memory
         tensor = torch._from_functional_tensor(tensor.elem)
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ from autoshard.capture.python.module_hooks import HooksInForward, Key
 from autoshard.capture.python.state import PythonState, StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.replacements import current_replacements
-from autoshard.capture.step_marks import MarkedStep, StepMarks
+from autoshard.capture.step_marks import MarkedStep, StepMarks, merge_views
 from autoshard.capture.unread_outputs import without_unread_outputs
 from autoshard.errors import AutoshardError, warn_caller
 
@@ -168,7 +168,7 @@ def capture_marked(call: BoundCall, options: CaptureOptions, prepare: Callable[[
             with watch.mutations.refusing():
                 traced, histories = _trace_losses(exported, call.grad, marks=marks)
         joint = describe(traced, exported, signature, defaults_of(call.module))
-        return MarkedStep(exported, replace(joint, histories=histories), tuple(marks.makers))
+        return MarkedStep(exported, merge_views(replace(joint, histories=histories)), tuple(marks.makers))
 
     return _without_counter_guards(
         attempt, lambda step: step.joint.state, lambda step: fingerprint((), (), step.joint.graph)
@@ -331,7 +331,7 @@ def _trace(
     graph = exported.graph
     graph.erase_node(graph.output_node())
     enables = not grad and enables_gradients(exported.graph_module)
-    added = [] if marks is None else marks.insert(graph)
+    added = [] if marks is None else marks.insert(exported)
     if enables:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             added.append(set_gradients(graph, False))
@@ -346,6 +346,8 @@ def _trace(
         # torch treats outputs that alias inputs, parameters or each other in ways of their own: every output is a copy
         # while it is traced. `describe` removes the copies.
         results.append(graph.call_function(aten.clone.default, (source,)))
+    if marks is not None:
+        added.append(marks.end(exported))
     graph.output(tuple(results))
     exported.graph_module.recompile()
     with keeping_marks(graph), torch.set_grad_enabled(grad or enables):

@@ -383,3 +383,58 @@ def test_a_changed_input_has_the_name_of_the_argument() -> None:
     (keyword,) = (keyword for keyword, _ in first.inputs.values())
     assert [output.name for output in first.step.outputs if output.kind == "mutation"] == [keyword]
     assert not second.inputs
+
+
+class _Odd(nn.Module):
+    """Two layers, with something odd between them and in what is returned."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x)
+        match self.kind:
+            case "view of what was changed":
+                hidden.relu_()
+                view = hidden.view(-1)
+                return self.second(hidden).square().sum() + view.sum(), view, hidden.t()
+            case "element set in a loop":
+                hidden = hidden.clone()
+                for place in range(2):
+                    hidden[:, place] = hidden[:, place] * 2
+                return self.second(hidden).square().sum(), hidden[:, 1]
+            case "returned twice":
+                return self.second(hidden).square().sum(), hidden, hidden, self.first.weight
+            case "expanded and turned":
+                turned = hidden.mean(1, keepdim=True).expand(4, 4).t()
+                return self.second(turned.t().tanh()).sum(), turned
+            case "turned and read twice":
+                turned = hidden.t()
+                return (self.second(turned.t().tanh()).tanh() @ turned).square().sum()
+        raise AssertionError(self.kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "view of what was changed",
+        "element set in a loop",
+        "returned twice",
+        "expanded and turned",
+        "turned and read twice",
+    ],
+)
+def test_odd_steps_are_cut_anywhere(kind: str) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 4, dtype=torch.float64)}
+    step = capture_microbatch(_Odd(kind), (), inputs)
+    count = len(step.operators)
+    for stages in (2, 3):
+        for first in range(1, count):
+            places = [0 if place < first else min(place - first + 1, stages - 1) for place in range(count)]
+            stage_of = {each.name: stage for each, stage in zip(step.operators, places, strict=True)}
+            stage_of = settle_stages(step, stage_of)
+            if len({*stage_of.values()}) == stages:
+                check(step, inputs, stage_of, stages)

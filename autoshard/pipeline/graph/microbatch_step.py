@@ -251,8 +251,6 @@ class _Reader:
         self.pairs: list[tuple[int, int]] = []
 
     def read(self) -> MicrobatchStep:
-        names: list[str] = []
-        position = self.position
         forward, backward = [], []
         for node in self.joint.graph.nodes:
             if node.op != "call_function":
@@ -260,13 +258,13 @@ class _Reader:
             if self.joint.phase(node) == "backward":
                 backward.append(node)
                 continue
-            name = operator_of(node)
-            if name is not None:  # others copy outputs
-                if name not in position:
-                    position[name] = len(names)
-                    names.append(name)
-                self.owners[node] = frozenset((position[name],))
+            if operator_of(node) is not None:  # others copy outputs
                 forward.append(node)
+        # In the order of their last nodes: a view that is taken again is among the nodes of its reader.
+        names = [*dict.fromkeys(str(operator_of(node)) for node in reversed(forward))][::-1]
+        self.position = position = {name: place for place, name in enumerate(names)}
+        for node in forward:
+            self.owners[node] = frozenset((position[str(operator_of(node))],))
         backward = [node for node in backward if not self._is_erased(node)]
         self._find_derivatives(backward)
         self._pair_readers(forward, backward)
@@ -336,19 +334,20 @@ class _Reader:
 
     def _find_derivatives(self, backward: list[fx.Node]) -> None:
         """Find the owners of the nodes of the backward half."""
-        last = {item.name: value_of(item.node) for item in self.joint.outputs if item.kind == "output" and item.node}
-        tangents = {item.node: last[item.name] for item in self.joint.inputs if item.kind == "tangent"}
+        tangents = {item.node for item in self.joint.inputs if item.kind == "tangent"}
         for node in backward:
             if node.target is GRADIENT_OF:
                 continue
-            found: list[frozenset[int]] = []
-            for operand in node.all_input_nodes:
-                if operand in tangents:
-                    found.append(self.owners.get(tangents[operand], frozenset()))
-                elif operand.op == "call_function" and self.joint.phase(operand) == "backward":
-                    found.append(self.contribution_owners(operand))
+            found = [
+                self.contribution_owners(operand)
+                for operand in node.all_input_nodes
+                if operand.op == "call_function" and self.joint.phase(operand) == "backward"
+            ]
             owners = frozenset[int]().union(*found)
-            if len(set(filter(None, found))) > 1 and _is_addition(node):
+            of_several = len(set(filter(None, found))) > 1 or not (tangents | self.sums).isdisjoint(
+                node.all_input_nodes
+            )
+            if _is_addition(node) and of_several:
                 self.sums.add(node)
             elif len(owners) > 1:
                 self._pair_all(owners)

@@ -388,9 +388,9 @@ class _Slice:
         for node in running:
             self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
         gradients = self._run_backward()
+        self._follow_layouts()
         self._add_outputs(names, gradients)
         self.graph.output(tuple(output.node for output in self.outputs))
-        self._follow_layouts()
         received = tuple(_boundary_tensor(node, node in self.differentiated) for node in self.received)
         passed = tuple(_boundary_tensor(node, node in self.behind) for node in self.passed)
         differentiable = self.joint.histories.differentiable if cutter.grad else frozenset[str]()
