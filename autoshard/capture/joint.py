@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -40,7 +40,7 @@ from autoshard.capture.output_taps import with_taps
 from autoshard.capture.python.fake_module import fake_like
 from autoshard.capture.python.gradient_code import no_accumulation
 from autoshard.capture.python.module_hooks import HooksInForward, Key
-from autoshard.capture.python.state import PythonState, StateWatch
+from autoshard.capture.python.state import StateWatch
 from autoshard.capture.releases import warn_of_untried_release
 from autoshard.capture.replacements import current_replacements
 from autoshard.capture.step_marks import MarkedStep, StepMarks, merge_views
@@ -62,8 +62,6 @@ __all__ = [
 
 Tangents = Literal["loss", "all"] | tuple[str, ...]
 """The outputs that are differentiated, as `capture` documents it."""
-
-_Captured = TypeVar("_Captured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +121,20 @@ def capture_call(call: BoundCall, options: CaptureOptions) -> JointGraph:
         InputError: an argument is of a type that cannot be part of a signature.
     """
     begin, tangents = options.progress, options.tangents
-
-    def attempt(counting: Sequence[str], hooks: Collection[Key]) -> JointGraph:
-        with _watched_twin(call, counting, hooks) as watch:
-            signature = call.signature
-            begin("export of forward")
-            exported = _export(watch, call, options)
-            if isinstance(tangents, tuple):
-                exported = with_taps(exported, tangents)
-            begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
-            with watch.mutations.refusing():
-                traced, histories = _trace_losses(exported, call.grad, everything=tangents != "loss")
-        begin(f"simplification of {len(traced.graph.nodes)} nodes")
-        joint = simplified(describe(traced, exported, signature, defaults_of(call.module)), options.mp_policy)
-        return replace(
-            joint,
-            histories=histories,
-            model=type(call.module).__name__,
-            twice_in_pieces=exported.twice_in_pieces,
-            unread=exported.unread,
-        )
-
-    return _without_counter_guards(attempt, lambda graph: graph.state, lambda graph: graph.fingerprint)
+    with _exported(call, options) as (signature, exported):
+        if isinstance(tangents, tuple):
+            exported = with_taps(exported, tangents)
+        begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
+        traced, histories = _trace_losses(exported, call.grad, everything=tangents != "loss")
+    begin(f"simplification of {len(traced.graph.nodes)} nodes")
+    joint = simplified(describe(traced, exported, signature, defaults_of(call.module)), options.mp_policy)
+    return replace(
+        joint,
+        histories=histories,
+        model=type(call.module).__name__,
+        twice_in_pieces=exported.twice_in_pieces,
+        unread=exported.unread,
+    )
 
 
 def capture_marked(call: BoundCall, options: CaptureOptions, prepare: Callable[[Exported], None]) -> MarkedStep:
@@ -158,21 +148,12 @@ def capture_marked(call: BoundCall, options: CaptureOptions, prepare: Callable[[
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-
-    def attempt(counting: Sequence[str], hooks: Collection[Key]) -> MarkedStep:
-        marks = StepMarks()
-        with _watched_twin(call, counting, hooks) as watch:
-            signature = call.signature
-            exported = _export(watch, call, options, changes_parameters=False)
-            prepare(exported)
-            with watch.mutations.refusing():
-                traced, histories = _trace_losses(exported, call.grad, marks=marks)
-        joint = describe(traced, exported, signature, defaults_of(call.module))
-        return MarkedStep(exported, merge_views(replace(joint, histories=histories)), tuple(marks.makers))
-
-    return _without_counter_guards(
-        attempt, lambda step: step.joint.state, lambda step: fingerprint((), (), step.joint.graph)
-    )
+    marks = StepMarks()
+    with _exported(call, options, changes_parameters=False) as (signature, exported):
+        prepare(exported)
+        traced, histories = _trace_losses(exported, call.grad, marks=marks)
+    joint = describe(traced, exported, signature, defaults_of(call.module))
+    return MarkedStep(exported, merge_views(replace(joint, histories=histories)), tuple(marks.makers))
 
 
 def export_call(call: BoundCall) -> Exported:
@@ -181,47 +162,58 @@ def export_call(call: BoundCall) -> Exported:
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _watched_twin(call, (), frozenset()) as watch:
-        return _export(watch, call, CaptureOptions())
+    with _exported(call, CaptureOptions()) as (_, exported):
+        return exported
 
 
-def _without_counter_guards(
-    attempt: Callable[[Sequence[str], Collection[Key]], _Captured],
-    state: Callable[[_Captured], PythonState],
-    content: Callable[[_Captured], str],
-) -> _Captured:
-    """Return what is captured, without guards on numbers that `forward` counts with and containers that it fills.
-
-    Args:
-        attempt: captures with stand-ins for the numbers and containers at some paths, and with some hooks in the graph.
-        state: returns the Python state of a capture.
-        content: returns a text that is equal for equal graphs.
-    """
+@contextlib.contextmanager
+def _exported(
+    call: BoundCall, options: CaptureOptions, *, changes_parameters: bool = True
+) -> Iterator[tuple[Hashable, Exported]]:
+    """Context in which the forward graph of a call is traced, with the signature of the call and that graph."""
     traced: frozenset[Key] = frozenset()
     while True:
         try:
-            first = attempt((), traced)
-            break
+            with _watched_twin(call, traced) as watch:
+                signature = call.signature
+                options.progress("export of forward")
+                exported = _without_counter_guards(watch, call, options, changes_parameters)
+                with watch.mutations.refusing():
+                    yield signature, exported
+            return
         except HooksInForward as found:
             traced, hooks = traced | found.keys, found
-        # Without the frames of the attempt, in which objects of the call would live on.
+        # Without the twin and the frames of the export, in which objects of the call would live on.
+        del watch
         hooks.with_traceback(None).check_leaks()
-    counters = state(first).counters
+
+
+def _without_counter_guards(
+    watch: StateWatch, call: BoundCall, options: CaptureOptions, changes_parameters: bool
+) -> Exported:
+    """Export as `_export` does, without guards on numbers that `forward` counts with and containers that it fills."""
+    first = _export(watch, call, options, changes_parameters)
     # Numbers that forward reads and sets may be counters that only count. Stand-ins for them refuse to be read: if the
     # graph is the same with these, nothing depends on the numbers, and they need no guards. Any code that meets a
-    # stand-in may end this second capture.
-    with warnings.catch_warnings(), contextlib.suppress(Exception, HooksInForward):
-        warnings.simplefilter("ignore")
-        if counters:
-            second = attempt(counters, traced)
-            if state(second).are_counters_unread and content(second) == content(first):
-                return second
+    # stand-in may end this second export. It has a twin of its own, since forward has changed the first one.
+    if counters := first.state.counters:
+        with warnings.catch_warnings(), contextlib.suppress(Exception, HooksInForward), watch.mutations.undone():
+            warnings.simplefilter("ignore")
+            counting = StateWatch(call.module, fake_mode(), counters, watch.hooks.traced)
+            with counting.mutations.restoring():
+                second = _export(counting, call, options, changes_parameters)
+            if not counting.mutations.depended and _content(second) == _content(first):
+                return replace(first, state=second.state)
     return first
 
 
-def _export(
-    watch: StateWatch, call: BoundCall, options: CaptureOptions, *, changes_parameters: bool = True
-) -> Exported:
+def _content(exported: Exported) -> tuple[Any, ...]:
+    """Return a value that is equal for equal graphs whose results are put together equally."""
+    result = exported.result
+    return result.structure, result.leaves, result.names, fingerprint(exported.inputs, (), exported.graph)
+
+
+def _export(watch: StateWatch, call: BoundCall, options: CaptureOptions, changes_parameters: bool) -> Exported:
     """Return the forward graph of a fake twin, in the precisions of a policy; it may change parameters, or not."""
     dynamic, mp_policy = options.dynamic, options.mp_policy
     module = watch.twin
@@ -250,7 +242,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched_twin(call: BoundCall, counting: Sequence[str], traced: Collection[Key]) -> Iterator[StateWatch]:
+def _watched_twin(call: BoundCall, traced: Collection[Key]) -> Iterator[StateWatch]:
     """Context of a capture without the caller's modes, in which errors become `CaptureError`s with the user's line."""
     warn_of_untried_release()
     try:
@@ -269,7 +261,7 @@ def _watched_twin(call: BoundCall, counting: Sequence[str], traced: Collection[K
             stack.enter_context(autocast_of_gpus())
             stack.enter_context(capturing())
             stack.enter_context(no_accumulation())
-            watch = StateWatch(call.module, fake_mode(), counting, traced)
+            watch = StateWatch(call.module, fake_mode(), traced=traced)
             stack.enter_context(watch.mutations.restoring())
             yield watch
     except AutoshardError:

@@ -21,6 +21,8 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 import autoshard
+from autoshard.capture import joint
+from autoshard.capture._torch import trace_joint
 from autoshard.capture.joint import capture
 from autoshard.capture.python.guards import ValueGuard
 from autoshard.errors import AutoshardError, InputError
@@ -447,6 +449,26 @@ def test_a_counter_that_is_read_ends_with_its_line(mesh: DeviceMesh, make: Calla
         module(x)
     assert ("self.calls += 1" in str(raised.value)) == (make is Warming)
     assert 1 < _programs(module) < 6
+
+
+class Returning(Counting):
+    """A counter that is returned."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.calls
+
+
+def test_a_counter_that_is_returned_is_read(mesh: DeviceMesh) -> None:
+    module, alone = _pair(mesh, Returning)
+    assert [module(_x())[1] for _ in range(3)] == [alone(_x())[1] for _ in range(3)]
+
+
+def test_counters_are_no_reason_to_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    monkeypatch.setattr(joint, "trace_joint", lambda *given: (traces.append(given), trace_joint(*given))[1])
+    reads = capture(Counting(), (_x(),), {}).state.guards.reads
+    assert len(traces) == 1
+    assert {read.path for read in reads}.isdisjoint({"self.calls", "self.decay", "self.phase", "self.seen"})
 
 
 class Remembering(nn.Module):

@@ -171,7 +171,7 @@ class HookWatch:
         mutations: Mutations,
         traced: Collection[Key],
     ) -> None:
-        self._reachable, self._mutations, self._traced = reachable, mutations, traced
+        self._reachable, self._mutations, self.traced = reachable, mutations, traced
         self.pause_watches: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.running = False
         self._seen: list[_Seen] = []
@@ -194,7 +194,7 @@ class HookWatch:
         """Run a hook as part of `forward`, or record its call if it only observes."""
         if not self.running or torch.compiler.is_dynamo_compiling():
             return spot.traced(module, *arguments)
-        changed = None if spot.key in self._traced or transforms_active() else self._try(spot, module, arguments)
+        changed = None if spot.key in self.traced or transforms_active() else self._try(spot, module, arguments)
         if changed is None:
             self._in_forward[spot.key] = spot
             return spot.traced(module, *arguments)
@@ -229,7 +229,7 @@ class HookWatch:
                 keys.add(seen.spot.key)
         read = {number for spot in self._in_forward.values() for number in self._reach(spot)} if self._seen else set()
         keys |= {seen.spot.key for seen in self._seen if any(id(place.original) in read for place in seen.changed)}
-        if keys - set(self._traced):
+        if keys - set(self.traced):
             raise HooksInForward(keys, [(spot.text, made) for spot, made in self._leaks])
 
     def _reach(self, spot: _Spot) -> set[int]:

@@ -177,12 +177,7 @@ class Mutations:
         unknown_sizes: lines that set attributes to a dynamic size, by path.
     """
 
-    def __init__(
-        self,
-        reachable: Reachable,
-        modules: Mapping[int, nn.Module],
-        counting: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, reachable: Reachable, modules: Mapping[int, nn.Module], counting: Sequence[str] = ()) -> None:
         self._reachable, self._modules, self._counting = reachable, modules, counting
         self.depended: list[str] = []
         self.lines: dict[tuple[int, str], str] = {}
@@ -216,6 +211,19 @@ class Mutations:
             # Mutations outlive the capture, but should not keep the twin alive.
             for place in self._reachable.places:
                 place.traced, place.before = place.original, {}
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Context in which objects outside of the module are as before the call; afterwards they are as after it."""
+        kept = [(place, place.before, place.entries(place.traced)) for place in self._reachable.places]
+        self._reachable.restore()
+        try:
+            yield
+        finally:
+            for place, before, after in kept:
+                place.before = after
+                place.restore()
+                place.before = before
 
     def _restore(self) -> None:
         self._remove_stand_ins()

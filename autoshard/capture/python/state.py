@@ -70,7 +70,6 @@ class PythonState:
         guards: the state that the graph depends on.
         mutations: the changes that a call makes.
         counters: paths of numbers that the call reads and changes, and of containers that it fills.
-        are_counters_unread: True if their stand-ins were not read: nothing depends on them.
         conditions: the values in inputs and buffers that the graph depends on.
         hooks: the hooks that a call registers.
         observed: the calls of observing hooks.
@@ -79,7 +78,6 @@ class PythonState:
     guards: Guards = field(default_factory=Guards)
     mutations: tuple[Mutation, ...] = ()
     counters: tuple[str, ...] = ()
-    are_counters_unread: bool = False
     conditions: Conditions = field(default_factory=Conditions)
     hooks: tuple[AddedHook, ...] = ()
     observed: tuple[ObservedCall, ...] = ()
@@ -289,7 +287,7 @@ class StateWatch:
             if "_forward_hooks" in part.read and not is_root:  # the root's hooks run around the program
                 tables = vars(part.original)
                 guards.hooks += [TableGuard(part.text, "hooks", tables[name]) for name in HOOKS]
-        # Only these numbers are worth a second capture, which checks if anything depends on them.
+        # Only these numbers are worth a second export, which checks if anything depends on them.
         numbers = {read.path for read in guards.reads if type(read.value) in (int, float)}
         mutations = tuple(self.mutations.changes)
         return PythonState(
@@ -302,7 +300,6 @@ class StateWatch:
             ),
             mutations,
             tuple(self.mutations.counters(numbers)),
-            bool(self._counting) and not self.mutations.depended,
             hooks=self._added,
             observed=self._observed,
         )

@@ -196,6 +196,23 @@ def test_a_list_that_forward_looks_at_has_a_program_for_every_length() -> None:
             _same([module(X), module.log], [alone(X), alone.log])
 
 
+def test_a_hook_finds_what_forward_left_though_forward_counts() -> None:
+    class Net(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            h = super().forward(x)
+            DICT["scale"] = x.mean()
+            h.register_hook(lambda gradient: gradient * DICT["scale"])
+            return h.sum()
+
+    _forget()
+    state = capture(Net(8, 8, dtype=torch.float64), (X,), {}).state
+    assert {mutation.path for mutation in state.mutations} == {"self.calls", f"{__name__}.DICT"}
+    assert not DICT
+
+
 class Monitor(threading.Thread):
     """A thread that counts for itself, as the monitors of progress bars do."""
 
