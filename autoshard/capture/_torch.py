@@ -10,71 +10,71 @@ from typing import Any
 
 import sympy
 import torch
-from torch import _is_all_true as is_all_true  # by which torch.distributions validates
+from torch import _is_all_true as is_all_true  # the check of torch.distributions' validation
 from torch import fx, nn
-from torch._dynamo.callback import callback_handler  # tells when Dynamo reads code
-from torch._dynamo.exc import UserError  # what torch.export says of dynamic sizes that it cannot have
-from torch._dynamo.source import ConstantSource  # where a symbolic size comes from
-from torch._functorch import config as functorch_config  # whether autocast goes on in the backward half
-from torch._functorch import predispatch  # how export writes down torch.vmap and transforms of torch.func
+from torch._dynamo.callback import callback_handler  # notifies when Dynamo traces code
+from torch._dynamo.exc import UserError  # torch.export's error about unsupported dynamic sizes
+from torch._dynamo.source import ConstantSource  # the source of a symbolic size
+from torch._functorch import config as functorch_config  # whether the backward half is traced under autocast
+from torch._functorch import predispatch  # export's form of torch.vmap and torch.func transforms
 from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,  # an output that is a gradient, and of which input
+    GradAOTOutput,  # an output that is the gradient of an input
     InputMutationAOTOutput,  # an output that is the new value of a mutated input
     PlainAOTInput,  # an input of the traced graph, by position
     PlainAOTOutput,  # an output of the traced graph, by position
-    TangentAOTInput,  # the gradient that the backward half starts from, and of which output
+    TangentAOTInput,  # the gradient of an output, where the backward half starts
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # forward and backward in one graph
 from torch._ops import OpOverload  # the type of an operator such as torch.ops.aten.mm.default
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,  # a Python number is asked of a tensor that has none
-    DynamicOutputShapeException,  # a result whose size depends on numbers is asked of tensors that have none
-    FakeTensor,  # a tensor with a device, and no numbers
+    DataDependentOutputException,  # a Python number of a tensor without numbers is requested
+    DynamicOutputShapeException,  # a size depends on numbers that a tensor lacks
+    FakeTensor,  # a tensor with a device but without numbers
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor  # what a tensor is while changes are traced away
+from torch._subclasses.functional_tensor import FunctionalTensor  # a tensor while in-place changes are traced away
 from torch.autograd import Function
-from torch.autograd.function import FunctionMeta  # where attributes of functions are looked up
-from torch.autograd.function import _SingleLevelFunction as FunctionBase  # whose `apply` all functions end up in
+from torch.autograd.function import FunctionMeta  # the metaclass that looks up attributes of functions
+from torch.autograd.function import _SingleLevelFunction as FunctionBase  # `apply` of all functions calls its `apply`
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # no public name yet
-from torch.export import _trace as export_trace  # which follows assignments to buffers of the root module
+from torch.export import _trace as export_trace  # tracks assignments to buffers of the root module
 from torch.export.graph_signature import InputKind, TensorArgument
-from torch.fx import traceback  # what is said of the operators that are traced, and whether nodes keep it
-from torch.fx._lazy_graph_module import (  # code of graphs is written when they first run
+from torch.fx import traceback  # annotations of traced operators, and whether nodes keep them
+from torch.fx._lazy_graph_module import (  # code of graphs is generated at their first run
     _LazyGraphModule,
     _use_lazy_graph_module,
 )
 from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,  # what writes a graph while code runs, if anything does
-    get_proxy_slot,  # the node of that graph that a tensor is the value of
+    get_proxy_mode,  # the mode that traces running code into a graph, if any
+    get_proxy_slot,  # the node of that graph whose value is a tensor
 )
 from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,  # that a size stays a symbol
-    GuardOnDataDependentSymNode,  # the way at a branch is asked of a tensor that has no numbers
-    ShapeEnv,  # names sizes that depend on data, in errors, and holds what is known of dynamic ones
-    free_unbacked_symbols,  # the sizes in a value that depend on data
+    DimDynamic,  # marks a size as a symbol
+    GuardOnDataDependentSymNode,  # a branch depends on a tensor without numbers
+    ShapeEnv,  # names data-dependent sizes in errors, and holds what is known of dynamic ones
+    free_unbacked_symbols,  # the data-dependent sizes in a value
 )
 from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
 from torch.nn.modules.module import (
-    _global_backward_hooks,  # the hooks that run for every module, here and in the next ones
+    _global_backward_hooks,  # this and the next ones: hooks that run for every module
     _global_backward_pre_hooks,
     _global_forward_hooks,
     _global_forward_pre_hooks,
     register_module_buffer_registration_hook,
 )
-from torch.nn.parameter import is_lazy  # parameters whose shape is not known yet
+from torch.nn.parameter import is_lazy  # parameters without a shape yet
 from torch.overrides import _get_current_function_mode_stack as function_modes  # the active TorchFunctionModes
-from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export sees them
+from torch.utils import _pytree as pytree  # nested containers of tensors, as torch.export flattens them
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator that is called while it is active
-    _disable_current_modes,  # capture is not seen by modes active around it
+    _disable_current_modes,  # hides capture from modes active around it
 )
-from torch.utils._sympy import functions as symbolic  # what torch writes where sizes are divided
-from torch.utils._sympy.numbers import int_oo  # no limit of a size
+from torch.utils._sympy import functions as symbolic  # torch's functions for the division of sizes
+from torch.utils._sympy.numbers import int_oo  # an unlimited size
 
-try:  # what a checkpoint does before its function, and after it: torch 2.14 calls a function below the older one
+try:  # runs before and after a checkpoint's function: torch 2.14 calls a function that the older one wraps
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator_impl as checkpoint_parts
 except ImportError:
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpoint_parts
@@ -109,20 +109,20 @@ GLOBAL_HOOKS = (_global_forward_pre_hooks, _global_forward_hooks, _global_backwa
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a fake tensor mode that accepts the real constants that a module holds."""
-    # With a ShapeEnv, sizes that depend on data are symbols, which errors can quote. Other sizes are plain numbers.
+    """Return a fake tensor mode that accepts real constants held by a module."""
+    # With a ShapeEnv, data-dependent sizes are symbols, which errors can quote. Other sizes are plain numbers.
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def without_new_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
-    """Context whose operators may make numbers that no graph has."""
+    """Return a context in which operators may create data-dependent numbers that are in no graph."""
     env = mode.shape_env
     return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
 def survey_mode() -> FakeTensorMode:
     """Return a fake tensor mode in which every operator that depends on numbers raises an error."""
-    # Without a ShapeEnv, torch cannot name sizes that depend on data, and raises instead.
+    # Without a ShapeEnv, torch cannot name data-dependent sizes, and raises instead.
     return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
@@ -146,7 +146,7 @@ def without_tracebacks() -> Iterator[None]:
     ]
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        # These records repeat an error that is raised too, and that capture rewrites. DEBUG still shows them.
+        # These records repeat an error that is also raised, and that capture rewrites. DEBUG still shows them.
         failed = record.exc_info is not None or str(record.msg).startswith("Unable to find user code")
         return not failed or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
@@ -165,13 +165,13 @@ WRAP_WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def set_gradients(graph: fx.Graph, enabled: bool) -> fx.Node:
-    """Add the call that turns gradients on or off for the rest of the graph."""
-    # The call that `torch.set_grad_enabled` makes, as a function of a graph.
+    """Add a call that enables or disables gradients for the rest of the graph."""
+    # The call that `torch.set_grad_enabled` makes, as a graph function.
     return graph.call_function(torch._C._set_grad_enabled, (enabled,))
 
 
 class _NodeByNode(nn.Module):
-    """A graph that is called from another one, run so that its nodes' annotations are traced."""
+    """A graph called from another one, run node by node so that annotations of its nodes are traced."""
 
     def __init__(self, inner: fx.GraphModule) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _NodeByNode(nn.Module):
 
 
 def _run_node_by_node(module: fx.GraphModule) -> None:
-    """Let stretches of a graph under autocast, or without gradients, which are graphs of their own, run by nodes."""
+    """Run subgraphs of a graph node by node, such as parts under autocast or without gradients."""
     for node in module.graph.nodes:
         for source in node.all_input_nodes if node.target in (WRAP_WITH_GRAD, WRAP_WITH_AUTOCAST) else ():
             inner = getattr(module, str(source.target), None) if source.op == "get_attr" else None
@@ -194,7 +194,7 @@ def _run_node_by_node(module: fx.GraphModule) -> None:
 def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     """Return the functional graph of forward and backward; `meta["desc"]` describes each placeholder and output."""
     with contextlib.ExitStack() as stack:
-        # `backward` is called outside of autocast; by default, torch traces the backward half inside of it.
+        # `backward` is called outside autocast, but torch traces the backward half inside it by default.
         if hasattr(functorch_config, "backward_pass_autocast"):
             stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         _run_node_by_node(module)
@@ -202,15 +202,15 @@ def trace_joint(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> fx.
 
 
 def unwritten_graphs() -> contextlib.AbstractContextManager[None]:
-    """Context in which traced graphs get their code when they first run: most are rewritten, and never run."""
+    """Context in which traced graphs generate code at their first run: most are rewritten, and never run."""
     return _use_lazy_graph_module(True)
 
 
 def lazy_graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of a graph, without code until it runs.
+    """Return a module of a graph that generates its code at the first run.
 
     Args:
-        root: has the attributes that the graph reads.
+        root: provides the attributes that the graph reads.
         graph: the graph.
     """
     return _LazyGraphModule(root, graph)
@@ -224,7 +224,7 @@ def annotate_nodes(annotations: Mapping[str, object]) -> Iterator[None]:
 
 
 def tracing_annotations() -> contextlib.AbstractContextManager[None]:
-    """Context in which the nodes traced from a graph have the annotations of its nodes, derivatives included."""
+    """Context in which nodes traced from a graph, derivatives included, inherit the annotations of its nodes."""
     return traceback.preserve_node_meta()
 
 
@@ -243,7 +243,7 @@ def operators_under_autocast(backend: str) -> frozenset[str]:
 
 def below_autocast() -> contextlib.AbstractContextManager[None]:
     """Context in which autocast of the CPU has no effect."""
-    # As torch's own kernels do it: code inside still finds autocast enabled.
+    # As torch's own kernels do: code inside still sees autocast as enabled.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -255,8 +255,8 @@ def is_persistent(owner: torch.nn.Module, buffer: str) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that all views of the same memory share, valid as long as one of them lives."""
-    # The identity of the storage, not the address of its memory: fake tensors have none.
+    """Return an id shared by all views of the same memory, valid while one of them exists."""
+    # The id of the storage, not a memory address: fake tensors have none.
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
@@ -272,8 +272,8 @@ def symbolic_integer(
 
     Args:
         env: the environment of all symbols.
-        value: the number that the integer has in the example.
-        number: the count of integers made in that environment before.
+        value: the integer's value in the example.
+        number: the number of integers already made in that environment.
         small: True if the integer may be 0 or 1.
     """
     # The source only names the symbol in torch's guards and messages.
@@ -283,18 +283,18 @@ def symbolic_integer(
 
 
 def symbolic_hint(value: torch.SymInt) -> int:
-    """Return the number that a symbolic size has in the example."""
+    """Return the value of a symbolic size in the example."""
     return int(value.node.hint)
 
 
 def symbolic_conditions(
     mode: FakeTensorMode, symbols: Mapping[Any, sympy.Symbol]
 ) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], tuple[sympy.Expr, ...]]:
-    """Return the ranges of symbols and the conditions, in torch's terms, under which all that ran in a mode holds.
+    """Return the ranges of symbols and the conditions, in torch's terms, under which everything run in a mode holds.
 
     Args:
         mode: the mode of the capture.
-        symbols: torch's symbols, with the symbols that stand for them in the ranges.
+        symbols: torch's symbols -> the symbols to use in the ranges.
     """
     env = mode.shape_env
     assert env is not None
@@ -312,7 +312,7 @@ def apply_function(function: type[Function], args: tuple[Any, ...], kwargs: Mapp
     """Apply a `torch.autograd.Function`, also in `applying_functions_by`."""
     token = _applied.set(function)
     try:
-        # The patches are attributes of `FunctionBase` and `Function`; torch's own method is that of their base class.
+        # The patches are on `FunctionBase` and `Function`; torch's own method is on their base class.
         return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
     finally:
         _applied.reset(token)
@@ -323,13 +323,13 @@ def applying_functions_by(apply: Callable[..., Any]) -> Iterator[None]:
     """Context in which `function.apply(...)` of a `torch.autograd.Function` becomes `apply(function, ...)`."""
 
     def enter(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        # A transform of torch.func applies a function of its own in the place of this one, which is seen here, too.
+        # A torch.func transform applies its own function instead of this one; that function is seen here, too.
         return apply_function(function, args, kwargs) if transforms_active() else apply(function, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(attribute_patch(FunctionBase, "apply", classmethod(apply)))
-        # Up to torch 2.13, `Function.apply` is Python code that calls the method of its base class. Then it is that of
-        # the engine, which code holds under names of its own (`relu = ReLU.apply`): no patch of a method is seen there.
+        # Up to torch 2.13, `Function.apply` is Python code that calls the method of its base class. Later it is the
+        # engine's, held by code under other names (`relu = ReLU.apply`), so patching a method has no effect.
         if not isinstance(vars(Function).get("apply"), classmethod):
             stack.enter_context(attribute_patch(Function, "apply", classmethod(enter)))
             stack.enter_context(attribute_patch(FunctionMeta, "__getattribute__", _lookup(apply)))
@@ -337,21 +337,21 @@ def applying_functions_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def _lookup(apply: Callable[..., Any]) -> Callable[[type, str], Any]:
-    """Return the lookup of attributes of functions with which the engine's `apply` runs `apply(function, ...)`."""
-    stand_ins: dict[type, type[Function]] = {}  # in whose place the engine looks up all that it needs before forward
-    set_ups: dict[type, Any] = {}  # what it looks up behind forward
+    """Return an attribute lookup of functions with which the engine's `apply` runs `apply(function, ...)`."""
+    stand_ins: dict[type, type[Function]] = {}  # the functions whose attributes the engine gets before forward
+    set_ups: dict[type, Any] = {}  # the `setup_context` that it gets after forward
 
     def look_up(function: type, name: str) -> Any:
         if function is _applied.get():
             return type.__getattribute__(function, name)
-        # The engine asks for this when it begins, and nobody else does.
+        # The engine looks this up first, and no other code does.
         if name == "_backward_cls":
             stand_ins[function] = _stand_in(function, apply)
         if name == "setup_context" and function in set_ups:
             return set_ups.pop(function)
         found = type.__getattribute__(stand_ins.get(function, function), name)
         if name == "forward" and function in stand_ins:
-            # While forward runs, others look up what the function itself has.
+            # While forward runs, other code gets the attributes of the function itself.
             stand_in = stand_ins.pop(function)
             if _has_setup(function):
                 return _before(found, lambda: set_ups.update({function: stand_in.setup_context}))
@@ -361,7 +361,7 @@ def _lookup(apply: Callable[..., Any]) -> Callable[[type, str], Any]:
 
 
 def _before(run: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    """Return a function that runs `run`, and `then` behind it."""
+    """Return a function that runs `run`, and then `then`."""
 
     def both(*args: Any) -> Any:
         result = run(*args)
@@ -376,21 +376,21 @@ def _has_setup(function: type) -> bool:
 
 
 def _stand_in(function: type, apply: Callable[..., Any]) -> type[Function]:
-    """Return a function whose forward is `apply(function, ...)`, and whose backward is that of what it returns."""
+    """Return a function whose forward is `apply(function, ...)`, and whose backward is that of the result."""
     enabled = torch.is_grad_enabled()
     inputs: list[Any] = []
     edges: list[GradientEdge | None] = []
     without: list[torch.Tensor] = []  # results without a gradient
 
     def run(*args: Any) -> Any:
-        # The engine turns gradients off, unseen by modes: they see nothing here, either.
+        # The engine disables gradients, unseen by modes; modes must not see this context, either.
         with _unseen_gradients(enabled):
             result = apply(function, *args)
         results = result if isinstance(result, tuple) else (result,)
         pairs = [(each, isinstance(each, torch.Tensor) and each.requires_grad) for each in results]
         inputs[:] = args
         with torch._C.DisableTorchFunction():
-            # The engine gives the results a new history behind this.
+            # Taken now, because the engine gives the results a new history afterwards.
             edges[:] = [get_gradient_edge(each) if has else None for each, has in pairs]
         without[:] = [each for each in results if isinstance(each, torch.Tensor) and not each.requires_grad]
         return result
@@ -425,7 +425,7 @@ def _stand_in(function: type, apply: Callable[..., Any]) -> type[Function]:
 
 @contextlib.contextmanager
 def _unseen_gradients(enabled: bool) -> Iterator[None]:
-    """Context with gradients on or off, in graphs that are traced, too."""
+    """Context with gradients on or off, also in traced graphs, hidden from modes."""
     before = torch.is_grad_enabled()
     try:
         with torch._C.DisableTorchFunction():
@@ -449,26 +449,26 @@ def traced_node(tensor: torch.Tensor) -> tuple[fx.Node, torch.nn.Module] | None:
 
 
 def traced_value(tensor: torch.Tensor) -> fx.Node | None:
-    """Return the node of a tensor in the functional graph that is being traced; None where nothing is traced."""
+    """Return the node of a tensor in the functional graph that is being traced, or None outside tracing."""
     mode = get_proxy_mode()
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
-        tensor.sync()  # a view may not have the numbers yet that were written into its memory
+        tensor.sync()  # a view may not have been updated yet after a write to its memory
         tensor = torch._from_functional_tensor(tensor.elem)
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node  # type: ignore[union-attr]
 
 
 def traced_nodes() -> Iterator[fx.Node]:
-    """Yield the nodes of the graph that is being traced, the last first."""
+    """Yield the nodes of the graph that is being traced, last first."""
     mode = get_proxy_mode()
     if mode is not None:
         yield from reversed(mode.tracer.graph.nodes)
 
 
 def transforms_active() -> bool:
-    """Return True inside of a transform of torch.func, where tensors are wrapped."""
+    """Return True inside a torch.func transform, where tensors are wrapped."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -478,7 +478,7 @@ def is_transform(node: fx.Node) -> bool:
 
 
 def functionalizes() -> bool:
-    """Return True inside of `torch.func.functionalize`."""
+    """Return True inside `torch.func.functionalize`."""
     if not transforms_active():
         return False
     interpreter = torch._C._functorch.peek_interpreter_stack()
@@ -486,15 +486,15 @@ def functionalizes() -> bool:
 
 
 def engine_entry() -> tuple[Any, str]:
-    """Return the module and the name of the function by which `backward` and `grad` start the autograd engine."""
-    # Both look the function up in this module at every call, so that a patch of it is seen.
+    """Return the module and the name of the function with which `backward` and `grad` start the autograd engine."""
+    # Both look the function up in this module at every call, so patching it works.
     return torch.autograd, "_engine_run_backward"
 
 
 @contextlib.contextmanager
 def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
     """Context in which `owner` has `value` as its own attribute `name`."""
-    missing = object()  # an attribute that `owner` only inherits is deleted again afterwards
+    missing = object()  # an attribute that `owner` inherits is deleted again afterwards
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
     try:
@@ -508,7 +508,7 @@ def attribute_patch(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_if_exporting() -> Iterator[None]:
-    """Context in which code that asks `torch.compiler` is told that it is exported."""
+    """Context in which `torch.compiler` tells code that it is being exported."""
     with (
         attribute_patch(torch.compiler, "_is_compiling_flag", True),
         attribute_patch(torch.compiler, "_is_exporting_flag", True),
@@ -518,7 +518,7 @@ def as_if_exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Context in which `begin` is called before Dynamo reads the code of a branch or a loop, and `end` after."""
+    """Context in which `begin` is called before Dynamo traces the code of a branch or a loop, and `end` after."""
 
     def start(_: object) -> None:
         begin()
@@ -537,13 +537,13 @@ def around_dynamo(begin: Callable[[], None], end: Callable[[], None]) -> Iterato
 
 @contextlib.contextmanager
 def without_checkpoints(region: Callable[[bool], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Context in which non-reentrant checkpoints run their function in a context, and nothing else.
+    """Context in which non-reentrant checkpoints only run their function, in a context.
 
     Args:
-        region: makes the context; is given True if a policy of the checkpoint says what is saved (`context_fn`).
+        region: makes the context, given True if a policy of the checkpoint decides what is saved (`context_fn`).
     """
 
-    # A plan recomputes. What a checkpoint adds (random states, hooks of saved tensors) is left out.
+    # A plan recomputes, so what a checkpoint adds (random states, saved-tensor hooks) is omitted.
     def plain(_function: object, _preserve: object, context_fn: object, *_: object, **__: object) -> Iterator[None]:
         with region(context_fn is not checkpoint.noop_context_fn):
             yield
@@ -554,8 +554,8 @@ def without_checkpoints(region: Callable[[bool], contextlib.AbstractContextManag
 
 @contextlib.contextmanager
 def without_root_buffers() -> Iterator[None]:
-    """Context in which torch.export does not copy what `forward` assigns to buffers of the root module into them."""
-    # torch.export removes the handle of its hook, so there has to be one, of a hook that does nothing.
+    """Context in which torch.export does not copy values that `forward` assigns to buffers of the root module."""
+    # torch.export removes the handle of its hook, so a hook that does nothing is registered.
     follow_none = lambda *_: register_module_buffer_registration_hook(lambda *_: None)  # noqa: E731
     with attribute_patch(export_trace, "register_buffer_assignment_hook", follow_none):
         yield

@@ -1,4 +1,4 @@
-"""Copies of operators of the forward half in the backward half, which run them again just before they are read."""
+"""Copies of forward operators in the backward half, which recompute values just before they are read."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from autoshard.capture.nodes import closure
 aten = torch.ops.aten
 
 RECOMPUTES = "recomputes"
-"""Key of the name, in `node.meta`, of the forward node that a node of the backward half runs again."""
+"""Key in `node.meta` of the name of the forward node that a node of the backward half recomputes."""
 
-_AGAIN = "_again"  # end of the names of such nodes
+_AGAIN = "_again"  # suffix of the names of such nodes
 
 STATISTICS = frozenset(
     {aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default}
 )
-"""Operators whose results, except for the new running statistics, do not depend on the old statistics."""
+"""Operators whose results, except the new running statistics, do not depend on the old statistics."""
 
 
 def rerun_name(name: str) -> str:
-    """Return the name of what an operator, or the value of this name, is in the backward half where it runs again."""
+    """Return the name of an operator's, or a value's, copy in the backward half."""
     operator_name, separator, result = name.partition(":")
     return f"{operator_name}{_AGAIN}{separator}{result}"
 
 
 def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
-    """Return a copy of a joint graph whose nodes have the same names, and the copy of every node."""
+    """Return a copy of a joint graph with the same node names, and the copy of every node."""
     new, at = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:
-        # Plans and constraints name nodes: the names have to stay.
+        # Plans and constraints refer to nodes by name, so names must not change.
         at[node] = new.node_copy(node, at.__getitem__)
         assert at[node].name == node.name, f"{node.name} became {at[node].name}"
     copy = replace(
@@ -50,7 +50,7 @@ def copy_graph(graph: JointGraph) -> tuple[JointGraph, dict[fx.Node, fx.Node]]:
 
 
 def run_again(graph: JointGraph, made_again: Collection[fx.Node]) -> None:
-    """Replace these nodes, in the backward half, by copies that are computed just before they are first needed."""
+    """Replace nodes, in the backward half, by copies that are computed just before they are first needed."""
     position = {node: place for place, node in enumerate(graph.graph.nodes)}
     renewed = _updated_inputs(graph)
     copies: dict[fx.Node, fx.Node] = {}
@@ -59,7 +59,7 @@ def run_again(graph: JointGraph, made_again: Collection[fx.Node]) -> None:
         if node.op != "call_function" or graph.phase(node) == "forward":
             continue
         read = [source for source in node.all_input_nodes if source in made_again]
-        # At the first reader, so that what is made again lives as briefly as it can.
+        # At the first reader, so that recomputed values exist as briefly as possible.
         for source in sorted(pending_nodes(read, missing), key=position.__getitem__):
             with graph.graph.inserting_before(node):
                 copies[source] = _copy(graph.graph, source, copies, renewed)
@@ -79,7 +79,7 @@ def _updated_inputs(graph: JointGraph) -> dict[fx.Node, fx.Node]:
 
 
 def pending_nodes(read: Iterable[fx.Node], missing: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the missing nodes that have to be computed so that these nodes can be read."""
+    """Return the missing nodes to compute before these nodes can be read."""
     return closure(
         (node for node in read if node in missing),
         lambda node: (source for source in node.all_input_nodes if source in missing),
@@ -89,11 +89,11 @@ def pending_nodes(read: Iterable[fx.Node], missing: Collection[fx.Node]) -> set[
 def _copy(
     graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], renewed: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Return a node of the backward half that computes what a forward node does, from kept or recomputed tensors."""
+    """Insert a node of the backward half that recomputes a forward node from kept or recomputed tensors."""
 
     def source(argument: fx.Node) -> fx.Node:
         if node.target in STATISTICS and argument in renewed:
-            return renewed[argument]  # the old value is gone, and no result that is read depends on it
+            return renewed[argument]  # the old value is gone; no result that is read depends on it
         return copies.get(argument, argument)
 
     copy = graph.create_node(

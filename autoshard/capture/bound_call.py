@@ -1,4 +1,4 @@
-"""`BoundCall`: a call of a module, flattened once. What follows asks it for names, tensors and the signature."""
+"""`BoundCall`: a call of a module, flattened once; it provides the names, the tensors and the signature."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autoshard.capture.dense import dense_fault, is_dense
 from autoshard.errors import InputError
 
 
-# Not slotted: what is computed from the leaves is kept in the instance.
+# Not slotted: properties computed from the leaves are cached in the instance.
 @dataclass(frozen=True, eq=False)
 class BoundCall:
     """A call of a module, flattened.
 
     Attributes:
         module: the called module, whose `forward` names the arguments.
-        args: positional arguments: tensors (global shapes) or plain values, nested as `torch.utils._pytree` knows.
+        args: positional arguments: tensors (global shapes) or plain values, nested as `torch.utils._pytree` supports.
         kwargs: keyword arguments.
-        leaves: of `(args, kwargs)`, in flattening order.
-        structure: of `(args, kwargs)`.
-        grad: True if gradients are wanted.
+        leaves: the leaves of `(args, kwargs)`, in flattening order.
+        structure: the structure of `(args, kwargs)`.
+        grad: True if gradients are requested.
     """
 
     module: nn.Module
@@ -46,8 +46,8 @@ class BoundCall:
 
         Args:
             module, args, kwargs: as for the class.
-            grad: True if gradients are wanted; None: they are if they are on, and a parameter of the module or a tensor
-                of the call requires one.
+            grad: True if gradients are requested; None: True if they are enabled, and a parameter of the module or a
+                tensor of the call requires one.
         """
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if grad is None:
@@ -77,8 +77,9 @@ class BoundCall:
     def signature(self) -> Hashable:
         """A key of everything in the call that the captured graph depends on.
 
-        Structure, shape, dtype and `requires_grad` of tensors, plain values, training flags and frozen parameters of
-        the module, whether gradients are wanted, autocast and the default dtype. Keyword arguments may be in any order.
+        It covers structure, shape, dtype and `requires_grad` of tensors, plain values, training flags and frozen
+        parameters of the module, whether gradients are requested, autocast and the default dtype. The order of keyword
+        arguments does not matter.
 
         Raises:
             InputError: a plain value cannot be hashed, or a tensor is sparse, nested or quantized.
@@ -87,13 +88,13 @@ class BoundCall:
 
     @property
     def kind(self) -> Hashable:
-        """Everything of the call but sizes, other than those of `DTensor`s, and plain values."""
+        """A key of the call without sizes (except those of `DTensor`s) and plain values."""
         sizes = tuple(tuple(tensor.shape) for tensor in self.tensors.values() if isinstance(tensor, DTensor))
         kinds = tuple((name, tensor.dtype, tensor.ndim) for name, tensor in self.tensors.items())
         return self.grad, self.module.training, kinds, sizes
 
     def signature_of_dynamic(self, dynamic: Mapping[str, Collection[int]]) -> Hashable:
-        """Return a signature without the sizes of some dims, given by the names of their tensors; raise likewise."""
+        """Return a signature without the sizes of some dims, given by tensor name; raises the same errors."""
         return "dynamic", self._key([_leaf_key(leaf, dynamic.get(name, ())) for name, leaf in self._named_leaves])
 
     def _key(self, leaves: Sequence[Hashable]) -> Hashable:
@@ -102,10 +103,10 @@ class BoundCall:
         return structure, ordered, self.grad, _module_state(self.module), _surrounding_dtypes()
 
     def tensors_of(self, layout: CallLayout) -> list[torch.Tensor]:
-        """Return the tensors in the order of the call that a graph was captured from.
+        """Return the tensors in the order of the captured call.
 
         Raises:
-            InputError: that call has another structure, or other values that are not tensors.
+            InputError: the captured call has another structure, or other values that are not tensors.
         """
         if tuple(self.kwargs) != layout.keywords:
             return layout.flatten(self.args, self.kwargs)
@@ -121,14 +122,14 @@ class BoundCall:
         return self.with_leaves([tensors.get(name, leaf) for name, leaf in self._named_leaves])
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> BoundCall:
-        """Return the call with a function of every tensor in its place."""
+        """Return the call with a function applied to every tensor."""
         return self.with_leaves([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves])
 
 
-# Most modules are called in a few ways.
+# Most modules have few kinds of calls.
 @lru_cache(maxsize=1 << 10)
 def _by_keyword(structure: pytree.TreeSpec) -> tuple[pytree.TreeSpec, Sequence[int]]:
-    """Return the structure of a call with its keyword arguments by name, and the places of its leaves in the call."""
+    """Return the structure of a call with sorted keyword arguments, and the index of each of its leaves in the call."""
     args, kwargs = structure.unflatten(range(structure.num_leaves))
     places, ordered = pytree.tree_flatten((args, {name: kwargs[name] for name in sorted(kwargs)}))
     return ordered, places
@@ -142,7 +143,7 @@ def _requires_gradient(module: nn.Module, leaves: Sequence[Any]) -> bool:
 
 
 def _leaf_key(leaf: Any, dynamic: Collection[int] = ()) -> Hashable:
-    """Return the key of a leaf in a signature, of a tensor without the sizes of some dims."""
+    """Return the key of a leaf in a signature; that of a tensor omits the sizes of dynamic dims."""
     if not isinstance(leaf, torch.Tensor):
         return value_key(leaf)
     if not is_dense(leaf):
@@ -152,14 +153,14 @@ def _leaf_key(leaf: Any, dynamic: Collection[int] = ()) -> Hashable:
         # Users may count dims from the end.
         free = {dim % leaf.ndim for dim in dynamic}
         shape = tuple(None if dim in free else size for dim, size in enumerate(shape))
-    # The program of a `DTensor` takes it as it lies.
+    # The placements of a `DTensor` are fixed in its program.
     return shape, leaf.dtype, leaf.requires_grad, isinstance(leaf, DTensor)
 
 
 def _module_state(module: nn.Module) -> tuple[bool, ...]:
     """Return the training flag of every submodule and `requires_grad` of every parameter."""
-    # Every call of a parallelised module comes here: `modules()` and `parameters()`, which build names and sets of
-    # visited objects, would take several times as long.
+    # Runs at every call of a parallelised module: `modules()` and `parameters()`, which build names and sets of visited
+    # objects, would take several times as long.
     flags: list[bool] = []
     waiting = [module]
     for current in waiting:  # the list grows in the loop
@@ -172,7 +173,7 @@ def _module_state(module: nn.Module) -> tuple[bool, ...]:
 
 
 def _surrounding_dtypes() -> Hashable:
-    """Return the default dtype, in which tensors are made and integers divided, and the dtypes of autocast."""
+    """Return the default dtype, which applies to new tensors and integer division, and the dtypes of autocast."""
     casts = (
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )

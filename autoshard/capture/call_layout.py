@@ -30,15 +30,15 @@ InputInfo = TypeVar("InputInfo")
 
 
 def value_key(value: Any) -> Hashable:
-    """Return a key of a value in a call that is no tensor.
+    """Return a hashable key of a value in a call that is not a tensor.
 
     Raises:
         InputError: it cannot be hashed.
     """
-    # As text, nan is equal to nan, and 0.0 is not -0.0.
+    # As text, so that nan equals nan, and 0.0 differs from -0.0.
     if isinstance(value, float):
         return (type(value), repr(value))
-    # The type counts: True, 1 and 1.0 are equal in Python, and lead to different graphs.
+    # With the type: True, 1 and 1.0 are equal in Python, but lead to different graphs.
     if value is None or isinstance(value, (bool, int, str)):
         return (type(value), value)
     try:
@@ -56,7 +56,7 @@ class CallLayout:
     """The flattening of the arguments of a call to its tensors.
 
     Attributes:
-        structure: of `(args, kwargs)`.
+        structure: the structure of `(args, kwargs)`.
         keywords: the names of the keyword arguments, in the order of the structure.
         leaves: in flattening order, the name of each tensor and the value of each other leaf.
     """
@@ -66,7 +66,7 @@ class CallLayout:
     leaves: tuple[str | Constant, ...]
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of a call, in the order in which they were captured.
+        """Return the tensors of a call in the captured order.
 
         Raises:
             InputError: the call has another structure, or other values that are not tensors.
@@ -110,7 +110,7 @@ def call_layout(module: nn.Module, structure: pytree.TreeSpec, leaves: Sequence[
 
 def leaf_names(module: nn.Module, structure: pytree.TreeSpec) -> Sequence[str]:
     """Return names such as `input_ids` or `batch['x'][0]` of the leaves of `(args, kwargs)`."""
-    # Of the class: `forward` of the module itself may be wrapped, by this library or another one.
+    # From the class: `forward` of the instance may be wrapped by this or another library.
     return _leaf_names(type(module).forward, structure)
 
 
@@ -129,7 +129,7 @@ def _leaf_names(forward: Callable[..., Any], structure: pytree.TreeSpec) -> Sequ
     positional += [f"args[{index}]" for index in range(len(positional), len(call[0]))]
     names = []
     for path, _ in leaves_by_path(call):
-        # The first key of a path chooses between `args` and `kwargs`, the second the argument.
+        # The first key of a path selects `args` or `kwargs`, the second the argument.
         first, rest = path[1], path[2:]
         head = positional[first.idx] if isinstance(first, pytree.SequenceKey) else str(first.key)
         names.append(head + pytree.keystr(rest))
@@ -139,9 +139,9 @@ def _leaf_names(forward: Callable[..., Any], structure: pytree.TreeSpec) -> Sequ
 def without_omitted_arguments(
     module: nn.Module, inputs: Mapping[str, InputInfo], passed: Container[str]
 ) -> dict[str, InputInfo]:
-    """Return what is said of inputs by name or glob, without arguments of `forward` that a call omits, as labels."""
+    """Return `inputs`, given by name or glob, without arguments of `forward` that a call omits, such as labels."""
     arguments = _parameters(type(module).forward)
-    # Names that are not arguments stay, for an error to name them.
+    # Keep names that are not arguments, so that an error names them.
     return {
         name: info
         for name, info in inputs.items()
@@ -160,7 +160,7 @@ class OutputView:
     Attributes:
         kind: `"input"` or `"buffer"`.
         name: the name of the input or buffer.
-        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None: those of the whole.
+        layout: sizes, strides and offset of the view, for a contiguous input or buffer; None for those of the whole.
         is_itself: True for the input or buffer itself.
     """
 
@@ -170,10 +170,10 @@ class OutputView:
     is_itself: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the view of an input or buffer; None if that has another layout in memory than at the capture."""
+        """Return the view of an input or buffer; None if its memory layout differs from the capture's."""
         if self.layout is None:
             return tensor
-        # The strides of the view are those in a contiguous tensor.
+        # The view's strides are those in a contiguous tensor.
         if not tensor.is_contiguous():
             return None
         size, stride, offset = self.layout
@@ -185,12 +185,12 @@ class ResultLayout:
     """The order of a flat list of output tensors: returned tensors, then attributes, then flags of checks.
 
     Attributes:
-        structure: of the object that `forward` returned.
+        structure: the structure of the object that `forward` returned.
         leaves: in flattening order, the name of each returned tensor, the value of each other leaf, and the arguments
-            that are returned as they are.
-        attributes: the tensors that `forward` leaves in Python.
-        checks: of the run, one flag each.
-        views: outputs in the memory of an input or a buffer, by name.
+            that are returned unchanged.
+        attributes: the tensors that `forward` assigns to Python objects.
+        checks: the checks of the run, with one flag each.
+        views: outputs that share the memory of an input or a buffer, by name.
     """
 
     structure: pytree.TreeSpec
@@ -207,17 +207,17 @@ class ResultLayout:
         return (*returned, *assigned, *(f"check {place}" for place in range(len(self.checks))))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raise the error of the first check that does not hold, or warn."""
+        """Raise the error of the first failed check, or warn."""
         if not self.checks:
             return
-        # Stacked, all flags come from the device with one synchronisation.
+        # Stacked, so that one synchronisation copies all flags from the device.
         flags = torch.stack([tensor.detach() for tensor in tensors[-len(self.checks) :]]).tolist()
         for check, flag in zip(self.checks, flags, strict=True):
             if flag is not check.wanted:
                 check.fail()
 
     def unflatten(self, tensors: list[Any], call: Call = ((), {})) -> Any:
-        """Return the user's output object with these tensors in it, and with the arguments of the call."""
+        """Return the user's output object, filled with these tensors and with the arguments of the call."""
         assert len(tensors) == len(self.names), f"{len(self.names)} output tensors were captured, got {len(tensors)}"
         remaining = iter(tensors)
         leaves = [
@@ -227,7 +227,7 @@ class ResultLayout:
         return restore_objects(self.structure.unflatten(leaves), call)
 
     def assigned_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return, of all output tensors, those that `forward` leaves in Python."""
+        """Return the output tensors that `forward` assigns to Python objects."""
         end = len(tensors) - len(self.checks)
         values = tensors[end - len(self.attributes) : end]
         return [
@@ -245,10 +245,10 @@ def result_names(structure: pytree.TreeSpec) -> list[str]:
 def find_output_views(
     outputs: Mapping[str, fx.Node], sources: Iterable[tuple[str, str, fx.Node]]
 ) -> Iterator[tuple[str, OutputView]]:
-    """Yield the names of outputs that are views of a buffer or an input, with these views.
+    """Yield the names of outputs that are views of a buffer or an input, with the views.
 
     Args:
-        outputs: nodes of an exported graph, in which tensors are changed in place.
+        outputs: nodes of an exported graph with in-place changes.
         sources: kinds, names and placeholders of the inputs of the graph.
     """
     held = {
@@ -258,12 +258,12 @@ def find_output_views(
         value = node.meta["val"]
         kind, name, origin = held.get(storage_of(value), ("", "", node))
         source = origin.meta["val"]
-        # A view of another dtype, such as `view_as_real`, has no strides in the tensor that it is a view of.
+        # A view of another dtype, such as `view_as_real`, has no strides in terms of its base.
         if not kind or value.dtype != source.dtype:
             continue
         layout = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
         source_layout = (tuple(source.shape), tuple(source.stride()), source.storage_offset())
-        # As texts: a comparison of symbolic sizes would be recorded as a condition on them.
+        # As text: comparing symbolic sizes would record a condition on them.
         if str(layout) == str(source_layout):
             yield output, OutputView(kind, name, None, node is origin)
         elif all(isinstance(number, int) for number in (*layout[0], *layout[1], layout[2])):

@@ -1,4 +1,4 @@
-"""One order of an exported graph in all processes, whatever order Python's sets have in each."""
+"""A canonical order of an exported graph, equal in all processes, whatever the order of Python's sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.capture.nodes import closure, is_in_place, is_random, operands_fi
 
 aten = torch.ops.aten
 
-# torch.export asserts the metadata of a tensor that is cast: the assertion holds on the example's device only.
+# torch.export asserts the metadata of a cast tensor: the assertion holds only on the example's device.
 _ASSERTIONS = frozenset({aten._assert_tensor_metadata.default})
 
 _NUMBERED = re.compile(r"_\d+$")
@@ -29,8 +29,8 @@ def canonicalize_order(exported: Exported) -> Exported:
     """Return the same graph with nodes, constants and names in an order that does not depend on the hash seed.
 
     A model may iterate over a set, such as the kinds of its layers, and make a table of positions or a mask for each.
-    Nodes that depend on no parameter therefore move right before the first node that reads them. All other nodes stay
-    in the order of the user's code: those that depend on parameters, draw random numbers, or touch memory that is
+    Nodes that depend on no parameter are therefore moved right before the first node that reads them. All other nodes
+    stay in the order of the user's code: those that depend on parameters, draw random numbers, or access memory that is
     changed in place. Assertions about a cast tensor are removed.
     """
     graph = exported.graph
@@ -41,14 +41,14 @@ def canonicalize_order(exported: Exported) -> Exported:
     copies: dict[fx.Node, fx.Node] = {}
     for node in [*inputs, *ordered]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        # Numbers in names count nodes in the old order: without them, `create_node` numbers names in the new one.
+        # Suffix numbers count nodes in the old order: without them, `create_node` numbers names in the new one.
         name = node.name if node.op == "placeholder" else _NUMBERED.sub("", node.name)
         if node in inputs and inputs[node].kind == "constant":
             name = f"c_{inputs[node].name}".replace(".", "_")
         target = name if node.op == "placeholder" else node.target
         copies[node] = new_graph.create_node(node.op, target, args, kwargs, name, node.type)
         copies[node].meta = node.meta
-    # The assignment also writes the code of regions, which were changed before.
+    # The assignment also regenerates the code of regions, which were changed before.
     exported.graph_module.graph = new_graph
     return replace(
         exported,
@@ -59,10 +59,10 @@ def canonicalize_order(exported: Exported) -> Exported:
 
 
 def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes but placeholders and assertions, movable ones before the first node that reads them."""
+    """Return the nodes except placeholders and assertions, movable ones before the first node that reads them."""
     ordered: dict[fx.Node, None] = {}
     fixed = [node for node in graph.nodes if node not in movable and node.op != "placeholder"]
-    # Movable results that only the output reads come in the order of the outputs, before the output node itself.
+    # Movable results that only the output reads are put in the order of the outputs, before the output node.
     for root in [*fixed[:-1], *roots, fixed[-1]]:
         if root.target not in _ASSERTIONS:
             for node in operands_first(root, lambda operand: operand in movable and operand not in ordered):
@@ -72,7 +72,7 @@ def _order_nodes(graph: fx.Graph, movable: set[fx.Node], roots: Iterable[fx.Node
 
 
 def _movable(exported: Exported) -> set[fx.Node]:
-    """Return the nodes that may run at any time after their operands, and depend on nothing that is trained."""
+    """Return the nodes that may run at any time after their operands, and depend on no trained parameter."""
     graph = exported.graph
     ordered_by_memory = _mutation_neighbours(graph)
     trained = {
@@ -88,7 +88,7 @@ def _movable(exported: Exported) -> set[fx.Node]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Return True if a node only computes the same result from the same operands."""
+    """Return True if a node has no side effects, and always gives the same result for the same operands."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -99,7 +99,7 @@ def _is_pure(node: fx.Node) -> bool:
     if regions:
         inner = (call for region in regions for call in region.graph.nodes if call.op == "call_function")
         return all(call.target in _ASSERTIONS or _is_pure(call) for call in inner)
-    # Functions of Python's `operator` are pure, such as `getitem` and arithmetic on sizes; other code may not be.
+    # Functions of Python's `operator`, such as `getitem` and arithmetic on sizes, are pure; other code may not be.
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
 
 
@@ -129,10 +129,10 @@ def _mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if a result of a node may lie in the memory of an operand."""
+    """Return True if a result of a node may share an operand's memory."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
-    # Composite operators such as `reshape` alias without an annotation; core and pointwise ones do not.
+    # Composite operators such as `reshape` may alias without an annotation; core and pointwise ones do not.
     annotated = any(result.alias_info is not None for result in node.target._schema.returns)
     return annotated or not {torch.Tag.core, torch.Tag.pointwise}.intersection(node.target.tags)
 
@@ -140,7 +140,7 @@ def _may_share(node: fx.Node) -> bool:
 def _inputs_in_order(
     placeholders: dict[fx.Node, ExportedInput], ordered: Iterable[fx.Node]
 ) -> dict[fx.Node, ExportedInput]:
-    """Return the placeholders, the constants among them in the order of their first use.
+    """Return the placeholders, with the constants among them sorted by their first use.
 
     Constants that torch.export named by a number are numbered in that order.
     """
@@ -153,7 +153,7 @@ def _inputs_in_order(
     inputs, numbers = {}, count()
     for node, item in placeholders.items():
         if item.kind == "constant":
-            # The places of constants among the placeholders stay; which constant has which place changes.
+            # The positions of constants among the placeholders stay; the constants are permuted among them.
             node = next(used)
             item = placeholders[node]
             if _NUMBERED.sub("", item.name) == _LIFTED:

@@ -1,4 +1,4 @@
-"""The device of all tensors in a capture, in place of those that a model's code names."""
+"""The device of all tensors in a capture, used instead of devices that a model's code names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.capture.capture_errors import is_users_file, running_line
 DEVICE = torch.device("cpu")
 """The device of all tensors in a capture, wherever the model is and will run."""
 
-_attributes: Any = Tensor  # attributes of the class are descriptors, which the type does not know
+_attributes: Any = Tensor  # class attributes are descriptors, unknown to the type
 _IS_CUDA = _attributes.is_cuda.__get__
 _TO_DEVICE = frozenset({Tensor.cuda, Tensor.xpu, Tensor.cpu})
 
@@ -23,7 +23,7 @@ _TO_DEVICE = frozenset({Tensor.cuda, Tensor.xpu, Tensor.cpu})
 def without_devices(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call of a torch function that puts its result on the device of the capture, whatever device it names."""
+    """Return a call of a torch function whose result is on the capture's device, whatever device it names."""
     if func == _IS_CUDA:
         _warn_of_cuda_query()
     if func in _TO_DEVICE:
@@ -38,13 +38,13 @@ def without_devices(
 
 
 def _capture_device(device: Any) -> Any:
-    # A tensor on the meta device has no numbers on any device, and stays there.
+    # A meta tensor has no numbers on any device, and stays on the meta device.
     return device if device is None or torch.device(device).type == "meta" else DEVICE
 
 
 def _warn_of_cuda_query() -> None:
-    """Warn of the user's code, not a library's, that asks if a tensor is on a GPU."""
-    # From the mode that replaces devices on, modes hand the call to each other; the user's frame is behind them.
+    """Warn if the user's code, not a library's, asks whether a tensor is on a GPU."""
+    # Modes from the one that replaces devices on pass the call to each other; the user's frame is below theirs.
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back

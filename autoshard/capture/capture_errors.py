@@ -1,4 +1,4 @@
-"""Errors of capture, with the user's own line and advice."""
+"""Errors of capture, with the user's source line and advice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from autoshard.errors import PYTHON_ERRORS, AutoshardError, CaptureError, is_rai
 
 # Torch computes sizes with sympy, which draws random numbers.
 _FOLDERS = (*(Path(str(module.__file__)).parent for module in (torch, sympy)), Path(__file__).parents[1])
-# With a separator, since torchvision's path begins with torch's.
+# With a separator: torchvision's path begins with torch's.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
-# A frame of the text that torch.export keeps of a node's stack.
+# A frame in the text of a node's stack that torch.export records.
 _TRACED = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
 _MASK_ADVICE = (
@@ -35,7 +35,7 @@ _MASK_ADVICE = (
     "indexing, or multiply by the mask"
 )
 
-# What takes the place of code that depends on numbers that `forward` computes, by words in the line.
+# Replacements of code that depends on numbers computed in `forward`, by words in the line.
 _EXPERTS = r"expert|router|routed|\bmoe\b"
 _NUMBERS_ADVICE = (
     (
@@ -64,10 +64,10 @@ _NUMBERS_ADVICE = (
 
 
 def numbers_advice(line: str, operator: str = "") -> str:
-    """Return advice for a line of the user's, and its operator, where something depends on computed numbers."""
+    """Return advice for a user's line, and its operator, that depends on computed numbers."""
     code = line.partition(" (")[2].removesuffix(")")
-    # The line may only call the function that is meant: then the operator says more. In a loop over experts, a line
-    # such as `if len(rows):` names none.
+    # The line may only call the relevant function: then the operator says more. In a loop over experts, a line such as
+    # `if len(rows):` names none.
     loops = " ".join(head for head in _loop_heads(line) if re.search(_EXPERTS, head, re.IGNORECASE))
     for text in (loops, code, operator):
         for words, advice in _NUMBERS_ADVICE:
@@ -77,7 +77,7 @@ def numbers_advice(line: str, operator: str = "") -> str:
 
 
 def _loop_heads(line: str) -> list[str]:
-    """Return the lines that begin the loops around a line, the innermost first."""
+    """Return the header lines of the loops around a line, innermost first."""
     place = re.match(r"(?: at )?(.+?):(\d+)(?: \(|$)", line)
     if place is None:
         return []
@@ -99,7 +99,7 @@ def _indent(source: str) -> str:
     return source[: len(source) - len(source.lstrip())]
 
 
-# Words in the text of an error, and advice; the first entry that fits is given.
+# Words in an error's text, and advice; the first matching entry is used.
 _ADVICE = (
     (
         ("missing a required argument", "too many positional arguments", "got an unexpected keyword argument"),
@@ -163,7 +163,7 @@ OBJECT_ADVICE = (
 
 
 def advice_for(text: str, line: str = "") -> str | None:
-    """Return advice on an error of this text at a line of the user's; None where there is none."""
+    """Return advice on an error with this text at a user's line, or None."""
     advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), None)
     return None if advice is None else advice.replace("{numbers}", numbers_advice(line))
 
@@ -172,7 +172,7 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     """Return a `CaptureError` for an exception of `torch.export` or of tracing the backward pass."""
     where = user_line(error.__traceback__)
     text = str(error).strip()
-    if "argument of type: <class 'torch._C.Generator'>" in text:  # torch 2.11 and 2.12 do not trace it
+    if "argument of type: <class 'torch._C.Generator'>" in text:  # torch 2.11 and 2.12 cannot trace it
         fault = f"a call{where} {OBJECT_FAULT}"
         return CaptureError(f"{model} could not be captured as one graph: {fault}. {OBJECT_ADVICE}")
     reason = text.splitlines()[0].split(" (unhinted:")[0] if text else "no further message"
@@ -194,7 +194,7 @@ def capture_error(model: str, error: BaseException) -> CaptureError:
     )
 
 
-# Advice where a line that one device runs cannot be captured, and nobody has said why.
+# Advice if no cause is known for a line that runs on one device and cannot be captured.
 _AROUND = (
     "what the line does can't be captured: compute it outside of forward and pass the result, or wrap it in "
     "torch.library.custom_op"
@@ -204,13 +204,13 @@ _LAYERS = f"{Path(str(torch.nn.__file__)).parent}{os.sep}"
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return True for an error that Python itself raised in code that is not the user's: of autoshard or of torch.
+    """Return True for an error that Python itself raised in code of autoshard or torch, not of the user.
 
-    Layers of `torch.nn` are the model's: what they raise, such as for shapes that do not fit, is raised on one device.
+    `torch.nn` layers count as the model's: their errors, such as about wrong shapes, also occur on one device.
     """
     if type(error).__module__ != "builtins" or not isinstance(error, PYTHON_ERRORS):
         return False
-    # Of values, libraries raise it for their users, and Python for lists that do not fit.
+    # A ValueError may be raised by a library for its users, or by Python for lists of different lengths.
     if isinstance(error, ValueError) and is_raised(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -218,14 +218,14 @@ def is_fault(error: BaseException) -> bool:
 
 
 def _is_meant(error: BaseException) -> bool:
-    """Return True for an error of Python's that code raised on purpose, or that tells of arguments of `forward`."""
+    """Return True for a Python error that code raised on purpose, or that is about the arguments of `forward`."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     line = (last[0].line or "") if last else ""
     return line.startswith(("raise ", "assert ")) or "forward()" in str(error)
 
 
 def fault_reason(error: BaseException) -> str:
-    """Return sentences that say that code at a place failed, without the text of the error, which says no more."""
+    """Return sentences that say which code failed, without the error's text, which adds nothing."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return (
@@ -236,7 +236,7 @@ def fault_reason(error: BaseException) -> str:
 
 
 class ModelError(Exception):
-    """Carrier, out of a capture, of an error that `forward` itself raises for the numbers in its inputs."""
+    """Carrier of an error that `forward` itself raises, because of numbers in its inputs, out of a capture."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -244,19 +244,19 @@ class ModelError(Exception):
 
 
 class Regions:
-    """The user's lines at which Dynamo reads code for a graph of its own, such as that of a branch or a loop."""
+    """The user's lines at which Dynamo traces code into a separate graph, such as that of a branch or a loop."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Context of the export."""
+        """Context for the export."""
         return around_dynamo(lambda: self._lines.append(running_line()), lambda: None)
 
     def check(self, graph: fx.Graph) -> None:
-        """Raise a `CaptureError` for a branch or a loop with graphs of its own."""
+        """Raise a `CaptureError` for a branch or a loop with separate graphs."""
         for node in graph.nodes:
-            # Operators named `wrap_` are regions without gradients, or under autocast: plain code.
+            # Operators named `wrap_` are regions of plain code without gradients or under autocast.
             if getattr(node.target, "namespace", "") == "higher_order" and not str(node.target).startswith("wrap_"):
                 where = f"{self._lines[0]}: " if self._lines else ""
                 raise CaptureError(
@@ -267,14 +267,14 @@ class Regions:
 
 
 def is_raised_by_user(error: Exception) -> bool:
-    """Return True if a `raise` or an `assert` of the user's raised the error."""
+    """Return True if the user's `raise` or `assert` statement raised the error."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = last.line or ""
     return not last.filename.startswith(_LIBRARIES) and ("raise " in line or line.startswith("assert "))
 
 
 def known_error(error: BaseException) -> AutoshardError | None:
-    """Return the error of autoshard that made torch raise another one; None where there is none."""
+    """Return the error of autoshard that caused torch's error, or None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, AutoshardError):
         cause = cause.__cause__ or cause.__context__
@@ -282,13 +282,13 @@ def known_error(error: BaseException) -> AutoshardError | None:
 
 
 def user_line(trace: TracebackType | None) -> str:
-    """Return text such as ` at model.py:12 (if x.sum() > 0:)` of the innermost frame outside of torch and autoshard."""
+    """Return text such as ` at model.py:12 (if x.sum() > 0:)` for the innermost frame outside torch and autoshard."""
     line = _line_of(traceback.extract_tb(trace))
     return f" at {line}" if line else ""
 
 
 def node_place(node: fx.Node, what: str) -> str:
-    """Return the start of an error: a node with its module, what is wrong with it, and the user's line."""
+    """Return the start of an error about a node: its module, the fault, and the user's line."""
     stack = node.meta.get("nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     line = node_line(node)
@@ -296,10 +296,10 @@ def node_place(node: fx.Node, what: str) -> str:
 
 
 def shape_error(say: Callable[[str], str]) -> CaptureError:
-    """Return the error for code that changes the shape of a tensor of the caller or the module in place.
+    """Return the error for code that changes the shape of the caller's or the module's tensor in place.
 
     Args:
-        say: returns a sentence with the code as its subject and the argument as its predicate.
+        say: returns a sentence, given its predicate, with the code as its subject.
     """
     return CaptureError(
         f"{say('gives a tensor that forward did not make another shape, in place')}. Compute a new tensor, such as "
@@ -308,7 +308,7 @@ def shape_error(say: Callable[[str], str]) -> CaptureError:
 
 
 def node_line(node: fx.Node) -> str:
-    """Return text such as `model.py:12 (y = x + 1)` of the user's line of a node; empty where it is not known."""
+    """Return text such as `model.py:12 (y = x + 1)` for the user's line of a node; empty if unknown."""
     frames = [
         traceback.FrameSummary(name, int(number), "", line=source)
         for name, number, source in _TRACED.findall(node.meta.get("stack_trace") or "")
@@ -317,20 +317,20 @@ def node_line(node: fx.Node) -> str:
 
 
 def code_line(filename: str, number: int) -> str:
-    """Return text such as `model.py:12 (y = x + 1)` of a line of a file."""
+    """Return text such as `model.py:12 (y = x + 1)` for a line of a file."""
     source = linecache.getline(filename, number).strip()
     return f"{filename}:{number}" + (f" ({source})" if source else "")
 
 
 def running_line() -> str:
-    """Return text such as `model.py:12 (if x.sum() > 0:)` of the user's line that is running now."""
+    """Return text such as `model.py:12 (if x.sum() > 0:)` for the user's line that is running."""
     frame = running_frame()
     return "" if frame is None else code_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def running_frame() -> FrameType | None:
-    """Return the innermost frame of the user's code that is running now."""
-    # Attributes are set often: `traceback.extract_stack` would read the source of every frame.
+    """Return the innermost frame of user code that is running."""
+    # Runs at every attribute assignment: `traceback.extract_stack` would read the source of every frame.
     frame = inspect.currentframe()
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -338,13 +338,13 @@ def running_frame() -> FrameType | None:
 
 
 def _line_of(frames: traceback.StackSummary) -> str:
-    """Return the line of the user's innermost frame; empty where there is none."""
+    """Return the line of the user's innermost frame; empty if there is none."""
     lines = (code_line(each.filename, each.lineno or 0) for each in reversed(frames) if is_users_file(each.filename))
     return next(lines, "")
 
 
 def is_users_file(filename: str) -> bool:
-    """Return True if code of a file is the user's: neither of torch nor of autoshard nor of Python itself."""
-    # Installed packages lie below the folder of the standard library.
+    """Return True if a file contains user code: not that of torch, autoshard or Python's standard library."""
+    # Installed packages are below the folder of the standard library.
     is_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
     return not (is_standard or filename.startswith(("<", *_LIBRARIES)))

@@ -1,4 +1,4 @@
-"""Parameters that `forward` changes in place, unseen by autograd, as in `weight.data.clamp_(-1, 1)`."""
+"""Parameters that `forward` changes in place without autograd seeing it, as in `weight.data.clamp_(-1, 1)`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ aten = torch.ops.aten
 
 
 def assign_changed_parameters(exported: Exported, unless: str = "") -> Exported:
-    """Return a graph that changes copies of such parameters and assigns them: autograd allows no change of a leaf.
+    """Change copies of such parameters and assign them instead: autograd allows no in-place change of a leaf.
 
-    The copy passes gradients on as they are, so that a parameter has the gradients of its changed numbers, as on one
-    device.
+    The gradient of a copy is passed on unchanged, so a parameter has the gradient with respect to its changed numbers,
+    as on one device.
 
     Args:
-        exported: the graph, which is changed.
-        unless: why no parameter may be changed; empty if any may.
+        exported: the graph; changed in place.
+        unless: why parameters must not be changed; empty if they may.
 
     Raises:
-        CaptureError: an input that has a gradient is changed, or a parameter that may not be.
+        CaptureError: an input with a gradient is changed, or a parameter that must not be.
     """
     graph, placeholders = exported.graph, exported.placeholders
     changed: dict[fx.Node, fx.Node] = {}
@@ -62,10 +62,10 @@ def assign_changed_parameters(exported: Exported, unless: str = "") -> Exported:
 
 
 def _changes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the nodes that made memory that is changed in place, with those that change it, in regions too."""
+    """Yield each node whose memory is changed in place, with the node that changes it, in regions too."""
     for node in graph.nodes:
         yield from ((memory, node) for memory in changed_memory(node))
-        # Such as code under torch.no_grad: a call of a graph with the operands that follow it.
+        # A region, such as code under torch.no_grad, is a call of a graph followed by its operands.
         for source, region in regions_of(node):
             operands = node.args[node.args.index(source) + 1 :]
             passed = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=False))

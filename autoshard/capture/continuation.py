@@ -1,8 +1,8 @@
-"""Continuation of graphs in depth: from the graphs of a module with a and a + 1 periods of layers to one with more.
+"""Continuation of graphs in depth: graphs of a module with a and a + 1 periods of layers predict one with more.
 
-The nodes of the last period but one are inserted again. A node inside of them reads what the node that it copies reads,
-in the same period, in a neighbouring one, or in a fixed one. Names, which number nodes, go on as they do from the first
-graph to the second.
+The nodes of the last period but one are inserted again. A copied node reads what the original node reads: in the same
+period, in an adjacent one, or in a fixed one. Names contain counters; these continue as from the first graph to the
+second.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autoshard.size import DynamicSize, Ratio
 Item = TypeVar("Item")
 
 # Inputs of a graph without gradients are named arg0_1, arg1_1 and so on; other nodes mul, mul_1 and so on. Constants of
-# an export are named lifted_tensor_0 and so on, behind the path of a module.
+# an export are named lifted_tensor_0 and so on, after the path of a module.
 _NUMBER = re.compile(
     r"(?P<head>arg)(?P<place>\d+)(?P<tail>_1)|(?P<lifted>lifted_tensor_)(?P<which>\d+)|(?P<base>.*?)(?:_(?P<number>\d+))?"
 )
 _LIFTED = re.compile(r"(?P<path>.*\.)?(?P<name>lifted_tensor_\d+)")
-# What nodes of a joint graph carry. Other entries of `meta` are of the trace.
+# The relevant metadata of joint graph nodes. Other entries of `meta` belong to the trace.
 _CARRIED = (
     *("val", "sizes", "partitioner_tag", "module_path", "task_graph", "stack_trace", "custom", "is_gradient_acc"),
     *("nn_module_stack", "fwd_nn_module_stack", "gradients_on"),
@@ -37,23 +37,23 @@ _CARRIED = (
 
 
 class UnpredictableError(Exception):
-    """A graph cannot be continued: the layers are not repeated in it as its rules of continuation need."""
+    """A graph cannot be continued: its layers do not repeat as continuation requires."""
 
 
 class LayeredGraph:
-    """A graph with the period to which every node belongs.
+    """A graph with the period of every node.
 
     Args:
         graph: its nodes have `meta["module_path"]`, and the modules of a call in `meta["nn_module_stack"]` or
             `meta["fwd_nn_module_stack"]`.
-        names: paths of the tensors in placeholders.
+        names: the paths of the tensors in placeholders.
         depth: the periods of the module.
 
     Attributes:
-        places: the period of every node; None outside of periods.
-        keys: for every node, what it has in common with the corresponding nodes of other periods and graphs.
+        places: the period of every node; None outside periods.
+        keys: for every node, a key shared by corresponding nodes of other periods and graphs.
         at: nodes by place and key.
-        lifted: of constants of the export, the last part of their names, which has a number.
+        lifted: for constants of the export, the last part of their names, which contains a number.
     """
 
     def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str], depth: Depth) -> None:
@@ -97,7 +97,7 @@ class LayeredGraph:
                 self.places[node] = next((self.places[user] for user in node.users if user.op != "output"), None)
 
     def _locate_nodes_between(self) -> None:
-        """Give nodes between one period and the next, such as a sum in the loop over layers, to the first of them."""
+        """Assign nodes between two adjacent periods, such as a sum in the loop over layers, to the first of them."""
         called = (node for node in self.nodes if node.op != "placeholder")
         chunks = [(place, list(nodes)) for place, nodes in groupby(called, self.places.__getitem__)]
         for (before, _), (place, nodes), (after, _) in zip(chunks, chunks[1:], chunks[2:], strict=False):
@@ -106,7 +106,7 @@ class LayeredGraph:
 
 
 def _step(first: LayerPlace | None, second: LayerPlace | None) -> int:
-    """Return 1 if a place is right behind another of the same repetition, -1 if it is right before it, or 0."""
+    """Return 1 if the second place is right after the first in the same repetition, -1 if right before, else 0."""
     if first is None or second is None or first.repetition != second.repetition:
         return 0
     return second.period - first.period if abs(second.period - first.period) == 1 else 0
@@ -117,11 +117,11 @@ class Continuation:
 
     Args:
         first: the graph of a module with a periods of layers.
-        second: the graph with a + 1.
-        count: periods of the graph to make, more than a + 1.
+        second: the graph with a + 1 periods.
+        count: the periods of the graph to make, more than a + 1.
 
     Raises:
-        UnpredictableError: (in all methods) the graphs are not the beginning of a series.
+        UnpredictableError: (in all methods) the graphs do not begin a regular series.
     """
 
     def __init__(self, first: LayeredGraph, second: LayeredGraph, count: int) -> None:
@@ -130,18 +130,18 @@ class Continuation:
         self._second = second
         self._count = count
         self._added = count - second.depth.count
-        self._template = second.depth.count - 2  # the period that is inserted again
+        self._template = second.depth.count - 2  # the period to copy
         self._new: dict[tuple[LayerPlace | None, Hashable], fx.Node] = {}
 
     def order(self, items: Iterable[Item], place_of: Callable[[Item], LayerPlace | None]) -> Iterator[tuple[Item, int]]:
-        """Yield the items of a sequence and the periods inserted again, each with its new period.
+        """Yield the items of a sequence, those of the copied periods included, each with its new period.
 
         Args:
             items: in the order of the second graph.
             place_of: returns the place of an item.
 
         Returns:
-            Items with the number of their period; -1 outside of periods.
+            Items with the number of their period; -1 outside periods.
         """
         chunks = [(place, list(each)) for place, each in groupby(items, place_of)]
         for index, (place, each) in enumerate(chunks):
@@ -178,17 +178,17 @@ class Continuation:
         return new
 
     def result(self, place: LayerPlace | None, period: int, node: fx.Node) -> fx.Node:
-        """Return the new node of a result of the graph.
+        """Return the new node for a result of the graph.
 
         Args:
-            place: of the result in the second graph, such as the place of the parameter whose gradient it is.
-            period: the new one.
-            node: of the second graph.
+            place: the place of the result in the second graph, such as that of the parameter whose gradient it is.
+            period: the new period.
+            node: a node of the second graph.
         """
         return self._find(self._source(place, period, node), self._second.keys[node])
 
     def path(self, path: str, period: int) -> str:
-        """Return the path of a module or tensor of the second graph, in a period; -1 outside of periods."""
+        """Return the path of a module or tensor of the second graph in a period; -1 outside periods."""
         return self._second.depth.move(path, None if period < 0 else period, self._count)
 
     def _place(self, node: fx.Node, period: int) -> LayerPlace | None:
@@ -196,7 +196,7 @@ class Continuation:
         return None if place is None else LayerPlace(place.repetition, period)
 
     def _new_period(self, period: int) -> int:
-        """Return the new number of a period: those behind the template move to the end."""
+        """Return the new number of a period: those after the template move to the end."""
         return period if period <= self._template else period + self._added
 
     def _find(self, place: LayerPlace | None, key: Hashable) -> fx.Node:
@@ -213,8 +213,8 @@ class Continuation:
             for operand in _operands(node)
         ]
         if place is not None and place.period == self._template and period < self._template + self._added:
-            # Behind this period, there is one that was inserted; behind the template, there is the last one, which may
-            # lack a node: what is read there is what the period before the template reads in the template.
+            # A copy is followed by another copy, but the template by the last period, which may lack nodes. So a copy
+            # reads from the next period what the period before the template reads from the template.
             before = self._second.at.get((LayerPlace(place.repetition, place.period - 1), key))
             operands = [] if before is None else _operands(before)
             for index, operand in enumerate(operands if len(operands) == len(sources) else ()):
@@ -225,13 +225,13 @@ class Continuation:
     def _source(
         self, place: LayerPlace | None, period: int, operand: fx.Node, is_shared: bool = False
     ) -> LayerPlace | None:
-        """Return the place of what is read in place of a node of the second graph.
+        """Return the place of a reader's operand in the new graph.
 
         Args:
-            place: of the reader in the second graph.
-            period: the new period of the reader.
-            operand: read by the reader in the second graph.
-            is_shared: True if readers in other periods read the same.
+            place: the reader's place in the second graph.
+            period: the reader's new period.
+            operand: the operand in the second graph.
+            is_shared: True if readers in other periods read the same operand.
         """
         source = self._second.places[operand]
         if source is None:
@@ -240,11 +240,11 @@ class Continuation:
             distance = source.period - place.period
             is_template = place.period == self._template
             if (is_template and abs(distance) <= 1) or (source.period == self._template and abs(distance) == 1):
-                return LayerPlace(source.repetition, period + distance)  # in the same period, or in a neighbouring one
+                return LayerPlace(source.repetition, period + distance)  # in the same period, or in an adjacent one
         return LayerPlace(source.repetition, self._new_period(source.period))
 
     def _is_shared(self, node: fx.Node, operand: fx.Node) -> bool:
-        """Return True if the node that corresponds to one, in the next period away from an operand, reads it, too."""
+        """Return True if the corresponding reader, one period further away from the operand, reads it, too."""
         place, source = self._second.places[node], self._second.places[operand]
         if place is None or source is None or place.repetition != source.repetition:
             return False
@@ -253,16 +253,16 @@ class Continuation:
         return away != place and other is not None and operand in other.all_input_nodes
 
     def constant(self, node: fx.Node, period: int) -> str:
-        """Return the new last part of the name of a constant of the export."""
+        """Return the last part of the name of an export's constant in a new period."""
         return self._continued_text(node, period, _constant_of)
 
     def _continued_text(self, node: fx.Node, period: int, text_of: Callable[[LayeredGraph, fx.Node], str]) -> str:
         """Return a text of a node with the number that it has in a period.
 
         Args:
-            node: of the second graph.
+            node: a node of the second graph.
             period: the new period.
-            text_of: returns a text of a node of one of the graphs, such as its name.
+            text_of: returns a text, such as the name, of a node of one of the graphs.
         """
         place, key = self._second.places[node], self._second.keys[node]
         base, number = _split_number(text_of(self._second, node))
@@ -293,11 +293,11 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The numbers in the texts of corresponding nodes of two graphs.
+    """The numbers in texts of corresponding nodes of two graphs.
 
     Attributes:
         first, second: the graphs.
-        key: of the nodes.
+        key: the key of the nodes.
         base: the texts without their numbers.
         text_of: returns the text of a node.
     """
@@ -309,17 +309,17 @@ class _Numbers:
     text_of: Callable[[LayeredGraph, fx.Node], str]
 
     def shift(self, first: LayerPlace | None, second: LayerPlace | None) -> int:
-        """Return by how much the number is larger in the second graph than in the first, at a place in each."""
+        """Return the increase of the number from a place in the first graph to a place in the second."""
         return self._number(self.second, second) - self._number(self.first, first)
 
     def stride(self, place: LayerPlace) -> int:
-        """Return by how much the number grows from one period to the next, from a place on."""
+        """Return the increase of the number from one period to the next, starting at a place."""
         before, behind = (LayerPlace(place.repetition, place.period + step) for step in (-1, 1))
         if (behind, self.key) not in self.second.at:
-            # The last period may lack a node, such as the sum of a gradient with that of the period behind.
+            # The last period may lack a node, such as the sum of a gradient with that of the next period.
             return self._number(self.second, place) - self._number(self.second, before)
-        # An added period adds to the numbers of all nodes that are made later: to those of the periods behind it in the
-        # forward half, to those of the periods before it in the backward half.
+        # An added period increases the numbers of all nodes that are made later: in the forward half those of later
+        # periods, in the backward half those of earlier ones.
         return self.shift(place, behind) - self.shift(before, before)
 
     def _number(self, graph: LayeredGraph, place: LayerPlace | None) -> int:
@@ -339,7 +339,7 @@ def _constant_of(graph: LayeredGraph, node: fx.Node) -> str:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes in the arguments of a node, each as often as it stands there."""
+    """Return the nodes in the arguments of a node, with repetitions."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
     return operands
@@ -347,7 +347,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 @functools.lru_cache(maxsize=2**16)
 def _split_number(name: str) -> tuple[str, int]:
-    """Return the name of a node without its number, which a # stands for if it is not last, and the number, or 0."""
+    """Return a node's name without its number, and the number, or 0; an inner number is replaced by #."""
     match = _NUMBER.fullmatch(name)
     assert match is not None
     if match["head"]:
@@ -358,9 +358,9 @@ def _split_number(name: str) -> tuple[str, int]:
 
 
 def difference(first: fx.Graph, second: fx.Graph) -> str | None:
-    """Return where two graphs differ, in a few words; None if they are equal node by node.
+    """Return a short description of where two graphs differ; None if they are equal node by node.
 
-    Names, operators, arguments and what nodes carry are compared, in order.
+    Names, operators, arguments and relevant metadata are compared, in order.
     """
     if len(first.nodes) != len(second.nodes):
         return f"{len(first.nodes)} and {len(second.nodes)} nodes"
@@ -370,7 +370,7 @@ def difference(first: fx.Graph, second: fx.Graph) -> str | None:
             return f"{node.format_node()} and {like.format_node()}"
         if not _is_equal((node.args, node.kwargs), (like.args, like.kwargs), pairs):
             return f"arguments of {node.format_node()} and {like.format_node()}"
-        # The output node has no meta of its own.
+        # The output node has no metadata.
         for key in _CARRIED if node.op != "output" else ():
             if not _is_equal(node.meta.get(key), like.meta.get(key), pairs):
                 return f"{key} of {node.name}: {node.meta.get(key)} and {like.meta.get(key)}"
@@ -379,7 +379,7 @@ def difference(first: fx.Graph, second: fx.Graph) -> str | None:
 
 
 def _is_equal(first: Any, second: Any, pairs: Mapping[fx.Node, fx.Node]) -> bool:
-    """Return True if nested values are equal: nodes that correspond, tensors of one shape, memory layout and dtype."""
+    """Return True if nested values are equal: corresponding nodes, tensors of equal shape, layout and dtype."""
     if first is second:
         return True
     if isinstance(first, fx.Node):
@@ -387,7 +387,7 @@ def _is_equal(first: Any, second: Any, pairs: Mapping[fx.Node, fx.Node]) -> bool
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
-        # Not by the offset in memory, which is that of some operand where a result is fake.
+        # Without the offset in memory: a fake result has that of some operand.
         return (
             first.shape == second.shape
             and first.stride() == second.stride()
@@ -404,5 +404,5 @@ def _is_equal(first: Any, second: Any, pairs: Mapping[fx.Node, fx.Node]) -> bool
         return _is_equal((first.start, first.stop, first.step), (second.start, second.stop, second.step), pairs)
     if isinstance(first, (DynamicSize, Ratio)):
         return bool(first.expr == second.expr)
-    # As text, nan is equal to nan, and 0.0 is not -0.0.
+    # As text, so that nan equals nan, and 0.0 differs from -0.0.
     return repr(first) == repr(second)

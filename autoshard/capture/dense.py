@@ -1,4 +1,4 @@
-"""Tensors that are not dense: sparse, nested and quantized ones have no strides, by which programs and shards go."""
+"""Sparse, nested and quantized tensors: not dense, so without the strides that programs and shards need."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ADVICE = {
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor of strides and plain numbers."""
+    """Return True for a dense tensor: one with strides and plain numbers."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def dense_fault(what: str, tensor: torch.Tensor) -> str:
-    """Return sentences about a tensor that is not dense, which begin with what it is."""
+    """Return sentences about a tensor that is not dense; `what` is their beginning."""
     if tensor.is_nested:
         kind = "nested"
     elif tensor.is_quantized:

@@ -1,8 +1,8 @@
-"""Capture of a deep module by a few of its layers: the joint graph of all is the continuation of that of a few.
+"""Capture of a deep module from a few of its layers, whose joint graph is continued to full depth.
 
-Three depths are captured. The third graph has to be what the first two predict, node by node. Then the graph of full
-depth is what they predict for it, if a record of `forward` at full depth, which takes little time, is what records at
-the first two depths predict: it shows whatever `forward` does otherwise in some layer, by its number or in the loop.
+Three depths are captured. The third graph must equal the prediction from the first two, node by node. Then the graph of
+full depth is their prediction for it, provided that they also predict a record of `forward` at full depth, which takes
+little time: it shows whether `forward` differs in some layer, by its number or in the loop.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from autoshard.capture.repeated_layers import Depth, LayerPlace, Repetition, fin
 
 logger = logging.getLogger(__name__)
 
-# Periods from which it saves time: nine to fourteen are captured, in three or four graphs. Llama of 17 layers takes as
-# long in both ways.
+# The number of periods from which this saves time: nine to fourteen periods are captured, in three or four graphs.
+# Llama with 17 layers takes as long either way.
 _LEAST = 20
-# Periods of the first of three graphs. With the first number, graphs in which a layer reads another layer than the one
-# before it, such as the first, show too little.
+# Periods of the first of three graphs. The first number fails for graphs in which a layer reads a layer other than the
+# previous one, such as the first.
 _FIRST = (2, 3)
 
 
 def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEAST) -> JointGraph:
-    """Capture a call of a module for planning, in a time that hardly grows with the number of equal layers.
+    """Capture a call of a module for planning, in a time almost independent of the number of equal layers.
 
     Args:
         call, options: as for `capture_call`.
-        least: the number of periods of layers from which a few are captured.
+        least: the number of periods of layers from which only a few are captured.
 
     Returns:
-        The graph that `capture_call` returns, but for its `state`, which is empty where layers were continued: such a
-        graph tells no call from another.
+        The graph that `capture_call` returns, except that its `state` is empty if layers were continued: such a graph
+        does not distinguish calls.
 
     Raises:
         CaptureError, InputError: as for `capture_call`.
@@ -58,7 +58,7 @@ def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEA
     repetitions = find_repetitions(module, max(least, max(_FIRST) + 2)) if not defaults_of(module) else ()
     if repetitions:
         graph = None
-        # What is wrong with the module is told by the capture of the whole, in the right words.
+        # The capture of the whole module raises errors about the module, with the right names.
         try:
             with without_garbage_collection():
                 graph = _Series(call, options, repetitions).capture()
@@ -70,12 +70,12 @@ def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEA
 
 
 class _Series:
-    """The captures of a module with few of its layers.
+    """The captures of a module with a few of its layers.
 
-    Args:
+    call: the call of the module.
         call: of the module.
-        options: of `capture_call`; the name of every part of the work is of this series.
-        repetitions: the layers.
+        options: as for `capture_call`; this series reports the progress.
+        repetitions: the repeated layers.
     """
 
     def __init__(self, call: BoundCall, options: CaptureOptions, repetitions: Sequence[Repetition]) -> None:
@@ -90,7 +90,7 @@ class _Series:
         self._warnings: dict[int, list[warnings.WarningMessage]] = {}
 
     def capture(self) -> JointGraph | None:
-        """Return the graph of full depth; None if it cannot be known from a few layers."""
+        """Return the graph of full depth; None if a few layers do not predict it."""
         for first in _FIRST:
             try:
                 third = self._predict(first, first + 2)
@@ -127,22 +127,22 @@ class _Series:
         depth = Depth(self._repetitions, count)
         layered = LayeredGraph(graph.graph, {item.node: item.name for item in graph.inputs}, depth)
         for item in graph.inputs:
-            # A record of forward has the numbers of constants in the code, and no others.
+            # A record of forward contains the numbers of constants in code only.
             if item.kind == "constant" and layered.places[item.node] is not None and item.node not in layered.lifted:
                 raise UnpredictableError(f"layers have constants of their own, such as {item.name}")
         if any(node.meta.get("task_graph") for node in layered.nodes):
             raise UnpredictableError("the model has task graphs")
-        # A record of forward shows no marks.
+        # A record of forward contains no marks.
         if any(marked_regions(node) for node in layered.nodes):
             raise UnpredictableError("the model's code marks what runs again, is kept or moved")
         return layered
 
     def _check(self, predicted: JointGraph, captured: JointGraph) -> None:
-        """Raise an `UnpredictableError` unless a graph is as it was predicted."""
+        """Raise an `UnpredictableError` unless a graph equals its prediction."""
         state = captured.state
         outside = [mutation.path for mutation in state.mutations if not mutation.place.is_inside]
         if outside or state.hooks or state.observed:
-            # A record of forward would do the same, on fake tensors, and nothing would restore what was there.
+            # A record of forward would make the same changes, with fake tensors, and nothing would undo them.
             raise UnpredictableError(f"forward changes objects outside of the module, or hooks look at it: {outside}")
         where = difference(predicted.graph, captured.graph)
         if where is not None:
@@ -160,7 +160,7 @@ class _Series:
         assert predicted.fingerprint == captured.fingerprint
 
     def _check_forward(self, first: int) -> None:
-        """Raise an `UnpredictableError` unless `forward` runs all layers as it runs a few."""
+        """Raise an `UnpredictableError` unless `forward` at full depth runs as predicted from a few layers."""
         self._begin(f"forward of {self._count} layers")
         records = []
         for count in (first, first + 1, self._count):
@@ -187,7 +187,7 @@ def _continue_graph(continuation: Continuation, second: LayeredGraph, graph: Joi
         return second.depth.locate(name)[0]
 
     places = {item.name: second.places[item.node] for item in graph.inputs}
-    names: dict[tuple[str, int], str] = {}  # of constants, by the old name and the new period
+    names: dict[tuple[str, int], str] = {}  # names of constants, by old name and new period
     inputs = []
     for item, period in continuation.order(graph.inputs, lambda item: second.places[item.node]):
         name = continuation.path(item.name, period)
@@ -228,11 +228,11 @@ def _continued_memory(
     known: Mapping[str, LayerPlace | None],
     constants: Mapping[tuple[str, int], str],
 ) -> dict[TensorKey, int]:
-    """Return for the tensors at full depth a number that those in the same memory share.
+    """Return, for the tensors at full depth, a number shared by those in the same memory.
 
     Args:
-        continuation: to full depth.
-        memory: such numbers in the second graph.
+        continuation: the continuation to full depth.
+        memory: these numbers in the second graph.
         known: the places of inputs.
         constants: the new names of constants by their old names and new periods.
     """
@@ -257,7 +257,7 @@ def _continued_memory(
 
 
 def _output(graph: fx.Graph, nodes: Sequence[fx.Node | None], like: fx.Graph) -> None:
-    """Add an output node, of the name of another graph's."""
+    """Add an output node with the name of another graph's."""
     graph.create_node("output", "output", (tuple(nodes),), name=like.output_node().name)
 
 

@@ -1,4 +1,4 @@
-"""Dynamic sizes: the declarations of a caller, their export by torch, and the calls that a graph serves."""
+"""Dynamic sizes: a caller's declarations, the export with them, and the calls that a graph serves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autoshard.errors import InputError
 from autoshard.size import Sizes, evaluate
 
 Dynamic = Mapping[str, Mapping[int, Any]]
-"""For inputs by name, the dims that calls may change: each with a name, or a `torch.export.Dim`."""
+"""For inputs by name, the dims whose sizes may differ between calls: each with a name, or a `torch.export.Dim`."""
 
-# Sizes of 0 and 1 behave otherwise, since they broadcast: such a call has a graph of its own.
+# Sizes 0 and 1 behave differently, since they broadcast: calls with them have separate graphs.
 _SMALLEST = 2
 
 
@@ -32,14 +32,14 @@ class DynamicSizes:
     """The dynamic sizes of a captured graph.
 
     Attributes:
-        dims: for every input, the sizes of the dims that may change: a symbol, or an expression linear in one.
-        ranges: the smallest and the largest value of every symbol that the graph serves; None for no limit.
-        conditions: on the symbols; the graph serves calls that fulfil all of them.
+        dims: for every input, the sizes of dynamic dims: a symbol, or an expression linear in one.
+        ranges: the minimum and the maximum of every symbol that the graph serves; None for no limit.
+        conditions: conditions on the symbols, all of which calls must satisfy.
         example: the values of the symbols in the capture.
-        unit: the symbol of which dims are fixed multiples, if there is one: it stands for the parts in which ranks hold
-            dims (`patterns.parts`).
-        cuts: for the placeholders of a graph with a unit, the places where dims are cut so that the parts are a factor
-            of their own, as the sizes of what lies outside of each cut.
+        unit: the symbol, if any, of which dims are fixed multiples: it represents the parts in which ranks hold dims
+            (`patterns.parts`).
+        cuts: for the placeholders of a graph with a unit, the places where dims are cut so that the parts become a
+            separate factor, each as the sizes outside the cut.
     """
 
     dims: Mapping[str, Mapping[int, sympy.Expr]]
@@ -50,7 +50,7 @@ class DynamicSizes:
     cuts: Mapping[str, Mapping[int, tuple[sympy.Expr, ...]]] = field(default_factory=dict)
 
     def serves(self, sizes: Sizes) -> bool:
-        """Return True if the graph is that of a call with these sizes."""
+        """Return True if the graph serves a call with these sizes."""
         for name, (low, high) in self.ranges.items():
             if sizes[name] < low or (high is not None and sizes[name] > high):
                 return False
@@ -60,7 +60,7 @@ class DynamicSizes:
         """Return the values of the symbols in a call whose inputs have these global shapes.
 
         Raises:
-            InputError: one symbol has two values, or a size is not the declared expression of a whole number.
+            InputError: one symbol has two values, or no whole number gives a size by its declared expression.
         """
         values: dict[sympy.Symbol, tuple[int, str]] = {}
         for name, dims in self.dims.items():
@@ -69,7 +69,7 @@ class DynamicSizes:
                 size = shapes[name][dim]
                 text = f"dim {dim} of {name} is {size}"
                 value, rest = divmod(size - constant, factor)
-                # A dim that is a multiple, such as 8 * batch, takes no other sizes.
+                # A dim that is a multiple, such as 8 * batch, takes only such sizes.
                 if rest:
                     raise InputError(f"{text}, and was declared to be {expr}: pad the input to such a size.")
                 if values.setdefault(symbol, (value, text))[0] != value:
@@ -78,7 +78,7 @@ class DynamicSizes:
 
 
 def linear_form(expr: sympy.Expr) -> tuple[sympy.Symbol, int, int]:
-    """Return the symbol, the constant and the factor of the size of a dim, which is constant + factor * symbol."""
+    """Return symbol, constant and factor of a dim's size, which is constant + factor * symbol."""
     (symbol,) = expr.free_symbols
     return symbol, int(expr.subs(symbol, 0)), int(expr.coeff(symbol, 1))
 
@@ -91,7 +91,7 @@ def _unequal_error(text: str, text_before: str, name: str) -> InputError:
 
 
 def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return True if one graph can serve the call of these inputs and calls of other sizes.
+    """Return True if one graph can serve the call with these inputs and calls of other sizes.
 
     Raises:
         InputError: `dynamic` names an input or a dim that does not exist, or gives one name to two sizes.
@@ -117,10 +117,10 @@ def may_be_dynamic(dynamic: Dynamic, shapes: Mapping[str, tuple[int, ...]]) -> b
 
 
 def dynamic_signature(call: BoundCall, dynamic: Dynamic) -> Hashable | None:
-    """Return the signature of a call without sizes that calls may change; None where they are no dynamic ones.
+    """Return the signature of a call without its dynamic sizes; None if it has none.
 
     Raises:
-        InputError: as for `may_be_dynamic`, and as for the signature.
+        InputError: as for `may_be_dynamic` and for the signature.
     """
     passed = without_omitted_arguments(call.module, dynamic, call.shapes)
     return call.signature_of_dynamic(passed) if passed and may_be_dynamic(passed, call.shapes) else None
@@ -133,8 +133,8 @@ def export_dynamic(call: BoundCall, dynamic: Dynamic) -> tuple[torch.export.Expo
         The program, and for every input the names of its dynamic dims.
 
     Raises:
-        InputError: an input, a dim or a name is not valid, or the example is too small to stand for others.
-        UserError: (of torch) the model allows no other size than the example's.
+        InputError: an input, a dim or a name is not valid, or the example is too small to represent other sizes.
+        UserError: (by torch) the model supports no size except the example's.
     """
     module, kwargs, inputs = call.module, dict(call.kwargs), call.tensors
     dims = _declared_dims(inputs, dynamic)
@@ -179,7 +179,7 @@ def _declared_dims(inputs: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict
 
 
 def _torch_dim(declaration: object, known: dict[str, Any], where: str) -> Any:
-    """Return the `Dim` that a caller named or made; one for each name."""
+    """Return the `Dim` that a caller named or made; the same one for the same name."""
     if isinstance(declaration, Dim):
         return declaration
     if not isinstance(declaration, str) or not declaration.isidentifier():
@@ -189,8 +189,8 @@ def _torch_dim(declaration: object, known: dict[str, Any], where: str) -> Any:
 
 @contextlib.contextmanager
 def _named_keywords(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the signature of `forward` names each argument that its `**kwargs` takes."""
-    # With dynamic sizes `torch.export` counts such arguments twice: by their names, and as the mapping.
+    """Context in which the signature of `forward` names each argument passed through its `**kwargs`."""
+    # With dynamic sizes `torch.export` counts such arguments twice: by name, and as the mapping.
     forward = module.forward
     signature = inspect.signature(forward)
     named = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
@@ -208,11 +208,11 @@ def _named_keywords(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
 
 
 def _refine_dims(dims: Mapping[str, Mapping[int, Any]], reason: str) -> dict[str, dict[int, Any]] | None:
-    """Return the dims as the text of torch's error suggests them; None without a suggestion, or for a fixed size."""
+    """Return the dims as torch's error text suggests them; None without a suggestion, or for a fixed size."""
     _, heading, suggestions = reason.partition("Suggested fixes:")
     if not heading:
         return None
-    fixes = heading + suggestions.split("\n\n")[0]  # advice follows, which torch's parser does not take
+    fixes = heading + suggestions.split("\n\n")[0]  # advice follows, which torch's parser does not accept
     refined: Any = refine_dynamic_shapes_from_suggested_fixes(fixes, {name: dict(of) for name, of in dims.items()})
     fixed = any(isinstance(size, int) for of in refined.values() for size in of.values())
     return None if fixed else refined

@@ -1,6 +1,6 @@
 """The forward graph of a module, with one placeholder per tensor and a flat tuple of outputs.
 
-`torch.export` makes the graph, while everything is watched that it would lose or get wrong.
+`torch.export` makes the graph, under watches for everything that it would lose or get wrong.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ aten = torch.ops.aten
 
 ExportedKind = Literal["parameter", "buffer", "constant", "input"]
 
-# What a graph can hold; other inputs, such as generators and tokens of effects, are refused.
+# The kinds of inputs that a graph can hold; others, such as generators and effect tokens, are refused.
 _KINDS: dict[InputKind, ExportedKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -70,7 +70,7 @@ _KINDS: dict[InputKind, ExportedKind] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportedInput:
-    """A placeholder of the exported graph; `value` has the numbers of a constant."""
+    """A placeholder of the exported graph; `value` is the tensor of a constant."""
 
     kind: ExportedKind
     name: str
@@ -80,18 +80,18 @@ class ExportedInput:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A module's forward graph: tensors in, tensors out, buffers still changed in place.
+    """A module's forward graph: from tensors to tensors, with in-place changes of buffers.
 
     Attributes:
         aliases: all names of a parameter or buffer, by its first name.
-        dynamic: for inputs by name, the names of dims that calls may change.
-        assigned: the buffers, by first name, that `forward` set to another value. It is written over the old one, which
-            the graph reads, at the end.
-        state: the state of Python that `forward` read and set.
-        twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (`loss_in_pieces`);
+        dynamic: for inputs by name, the names of dynamic dims.
+        assigned: the buffers, by first name, that `forward` assigns another value. The value is copied at the end into
+            the old buffer, which the graph reads.
+        state: the Python state that `forward` reads and sets.
+        twice_in_pieces: the operations, by dtype, that its losses repeat if computed in pieces (`loss_in_pieces`);
             empty without large logits.
-        unread: names of the outputs that training does not read, and that the graph lacks; None if it lacks none since
-            it has no loss, or was not asked to.
+        unread: names of the outputs that training does not read, and that the graph omits; None if it omits none
+            because it has no loss, or was not asked to.
     """
 
     graph_module: fx.GraphModule
@@ -132,16 +132,16 @@ def export_forward(
     dynamic: Dynamic | None,
     examples: Mapping[str, torch.Tensor],
 ) -> Exported:
-    """Export a fake twin of a module, called with fake inputs.
+    """Export the fake twin of a module, called with fake inputs.
 
     Args:
-        state: has the twin, and records its reads and changes of Python's state.
-        call: of the twin.
-        dynamic: dims of inputs that calls may change.
-        examples: the inputs by name, as far as they have numbers.
+        state: holds the twin, and records its reads and changes of Python state.
+        call: the call of the twin.
+        dynamic: dims of inputs whose sizes may differ between calls.
+        examples: those inputs, by name, that have numbers.
 
     Raises:
-        CaptureError: no graph can hold what `forward` does.
+        CaptureError: a graph cannot represent `forward`.
     """
     module = state.twin
     state.mutations.note_state()
@@ -162,7 +162,7 @@ def export_forward(
     names = named_tensors(module)
     structure = program.call_spec.in_spec
     assert structure is not None
-    # torch.export may order keyword arguments as `forward` does, not as the caller.
+    # torch.export may order keyword arguments like `forward`, not like the caller.
     keywords = structure.unflatten(range(structure.num_leaves))[1]
     leaves = call.leaves
     if list(keywords) != list(call.kwargs):
@@ -186,16 +186,16 @@ def export_forward(
 
 
 class _ForwardWatch:
-    """All that is watched while the `forward` of a twin is exported.
+    """All watches while the `forward` of a twin is exported.
 
     Args:
-        state: has the twin, and records its reads and changes of Python's state.
-        examples: the inputs by name, as far as they have numbers.
+        state: holds the twin, and records its reads and changes of Python state.
+        examples: those inputs, by name, that have numbers.
 
     Attributes:
-        opaque: objects that no graph can return.
+        opaque: objects that a graph cannot return.
         reads: reads of numbers in tensors.
-        assigned: tensors that the call leaves in Python.
+        assigned: tensors that the call assigns to Python objects.
         calls: Python code that acts on gradients.
         regions: branches and loops.
     """
@@ -215,7 +215,7 @@ class _ForwardWatch:
 
     @contextlib.contextmanager
     def _pause_watches(self) -> Iterator[None]:
-        """Context in the midst of `forward` whose code is not watched."""
+        """Context for code within `forward` that is not watched."""
         watches = (self._state, self._gradients, self._random, self.reads)
         for watch in watches:
             watch.running = False
@@ -227,8 +227,8 @@ class _ForwardWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of the export."""
-        # Modes that are entered later see calls of torch earlier: reads of numbers before the replacement of operators.
+        """Context for the export."""
+        # Modes entered later see torch calls earlier: reads of numbers are seen before operators are replaced.
         with (
             capturable_encoder(),  # first, for a module that is an encoder itself
             attribute_patch(self._state.twin, "forward", self._watched_forward()),
@@ -240,7 +240,7 @@ class _ForwardWatch:
             self.reads,
             _unconverted_modules(),
             self._state.traced_parameters,
-            self._state.watching(),  # last, so that no code but that of `forward` is watched
+            self._state.watching(),  # last, so that only code of `forward` is watched
         ):
             yield
 
@@ -254,8 +254,8 @@ class _ForwardWatch:
         return run_watched
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one call, and return its output with the tensors that it leaves."""
-        # torch.export may call `forward` more than once: every watch begins anew, and the last call is the traced one.
+        """Run one call, and return its output with the tensors that it assigns."""
+        # torch.export may call `forward` several times: every watch restarts, and the last call is the traced one.
         state, model = self._state, type(self._state.twin).__name__
         self.assigned.begin()
         self._gradients.begin()
@@ -272,16 +272,16 @@ class _ForwardWatch:
             self._random.end(model)
         except GuardOnDataDependentSymNode as error:
             state.hooks.check()
-            # Raised here, before torch writes the whole graph into a message of its own.
+            # Raised here, before torch puts the whole graph into a message.
             raise capture_error(model, error) from error
         except Exception as error:
-            state.hooks.check()  # a trial may have left what the error is about
-            # Behind a branch that depends on numbers in inputs, an error is the model's own answer to these numbers.
+            state.hooks.check()  # a trial run may have left the state that the error is about
+            # After a branch that depends on numbers in inputs, an error is the model's own reaction to these numbers.
             if self.reads.program.has_read() and is_raised_by_user(error):
                 raise ModelError(error) from error
             raise
         finally:
-            # torch's code that runs behind `forward` is not watched, nor behind an error.
+            # torch's code after `forward`, or after an error, is not watched.
             state.running = state.hooks.running = self._gradients.running = self._random.running = (
                 self.reads.running
             ) = False
@@ -292,7 +292,7 @@ class _ForwardWatch:
 def _unconverted_modules() -> Iterator[None]:
     """Context in which `module.to(...)` and the like raise an error, unless there is nothing to convert."""
 
-    # torch would replace every fake parameter by another object, which the graph does not know.
+    # torch would replace every fake parameter by another object, unknown to the graph.
     def apply(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
             with torch.no_grad():
@@ -313,7 +313,7 @@ def _unconverted_modules() -> Iterator[None]:
 def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the parameters and buffers of a module."""
     names = NamedTensors()
-    # By identity, since tensors are compared number by number.
+    # By identity, because tensors compare elementwise.
     by_identity: dict[int, str] = {}
     for name, tensor in module_tensors(module):
         first = by_identity.setdefault(id(tensor), name)
@@ -330,9 +330,9 @@ def _take_inputs(
     dynamic: bool,
     state: StateWatch,
 ) -> tuple[ExportedInput, ...]:
-    """Reduce placeholders to one per tensor, and describe them: tied names share one, plain values have none."""
+    """Merge and describe placeholders, one per tensor: tied names share one, and plain values have none."""
     graph = program.graph_module.graph
-    # Tensors in attributes, which an export names by their paths.
+    # Tensors in attributes; an export names them by their paths.
     attributes = {
         f"{path}.{name}" if path else name
         for path, part in state.twin.named_modules()
@@ -361,7 +361,7 @@ def _take_inputs(
             # Another call would not find it.
             state.mutations.check_constant(constant, node_line(reader))
             state.traced_parameters.check_constant(constant, node_line(reader))
-            # A fake constant of no attribute was made by code that the export did not trace.
+            # A fake constant that is no attribute was made by code that the export did not trace.
             if isinstance(constant, FakeTensor) and name not in attributes:
                 raise _lost_error(reader)
             fake = fake_like(constant, state.mode)
@@ -373,7 +373,7 @@ def _take_inputs(
             node.replace_all_uses_with(first[kind, name])
             graph.erase_node(node)
             continue
-        # With dynamic sizes, torch.export made fake tensors of its own, with symbols for sizes.
+        # With dynamic sizes, torch.export made new fake tensors with symbolic sizes.
         if dynamic:
             fake = node.meta["val"].requires_grad_(fake.requires_grad)
         first[kind, name] = node
@@ -382,7 +382,7 @@ def _take_inputs(
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return False for the tensor of a transform such as vmap."""
+    """Return False for a tensor of a transform such as vmap."""
     try:
         tensor.untyped_storage()
     except NotImplementedError:
@@ -391,7 +391,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _lost_error(reader: fx.Node) -> CaptureError:
-    """Return the error for a tensor that was made while `forward` was exported, and is not in the graph."""
+    """Return the error for a tensor that was made during the export of `forward`, but not in the graph."""
     place = node_place(reader, "reads a tensor that torch.export did not see being made")
     return CaptureError(
         f"{place}. torch.vmap leaves one behind where its out_dims are not 0: leave out_dims out, and move the dim of "
@@ -410,7 +410,7 @@ def _take_outputs(
     assert structure is not None
     specs = program.graph_signature.output_specs
     assert len(specs) == structure.num_leaves == len(output.args[0])
-    # A hook put the result of `forward` into a tuple with further tensors; its structure is the first part.
+    # A hook packed the result of `forward` into a tuple with further tensors; its structure is the first element.
     assigned = watch.assigned
     attributes = assigned.attributes
     if attributes or assigned.buffers or checks:
@@ -426,15 +426,15 @@ def _take_outputs(
                 raise _number_error(node, name)
             leaves.append(watch.opaque.restored.get(name, Constant(spec.arg.value)))
     result = ResultLayout(structure, tuple(leaves), attributes, checks)
-    # Behind the leaves of the result: attributes, then buffers, then flags of checks.
+    # After the leaves of the result: attributes, then buffers, then flags of checks.
     further = output.args[0][len(leaves) :]
     first, end = len(attributes), len(attributes) + len(assigned.buffers)
     return (*nodes, *further[:first], *further[end:]), tuple(further[first:end]), result
 
 
 def _number_error(node: fx.Node, name: str) -> CaptureError:
-    """Return the error for a number in the result of `forward` that is another one at each call."""
-    # Numbers that are read of one tensor, such as by `tolist`, come through views of it, which have lines of the model.
+    """Return the error for a number in the result of `forward` that differs between calls."""
+    # Numbers read from a tensor, such as by `tolist`, come from views of it, which have the model's lines.
     line = node_line(node) or next(filter(None, map(node_line, node.all_input_nodes)), "")
     return CaptureError(
         f"forward returns a number, {name}, that depends on the call" + (f" ({line})" if line else "") + ": it is read "
@@ -456,7 +456,7 @@ def _take_buffers(
         if buffer.fault is None:
             yield names.first[buffer.name], node
             continue
-        # A cache that depends on constants alone, such as a table of positions, need not be kept: every call makes it.
+        # A cache of constants only, such as a table of positions, is not kept: every call makes it.
         sources = closure([node], lambda source: source.all_input_nodes)
         if any(kinds.get(source, "constant") != "constant" or is_random(source) for source in sources):
             raise CaptureError(buffer.fault)

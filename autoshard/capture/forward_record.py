@@ -1,4 +1,4 @@
-"""The operators that `forward` of a module calls, recorded as a graph without an export: a tenth of its time."""
+"""A record of the operators that `forward` calls, as a graph without an export, in a tenth of its time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from autoshard.errors import CaptureError
 
 
 class ForwardRecord(TorchDispatchMode):
-    """Mode that records operators.
+    """A mode that records operators.
 
     Args:
         known: the tensors of the module and its inputs, with their names.
 
     Attributes:
-        graph: a node for every tensor that was there before, operator and result.
+        graph: a node for every existing tensor, operator and result.
         names: the names of the tensors in placeholders.
-        path: of the element of a list that is running.
+        path: the path of the list element that is running.
     """
 
     def __init__(self, known: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -49,7 +49,7 @@ class ForwardRecord(TorchDispatchMode):
         self.names: dict[fx.Node, str] = {}
         self.path = ""
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []  # as tensors are known by their identity
+        self._alive: list[torch.Tensor] = []  # because tensors are identified by `id`
         for name, tensor in known:
             if id(tensor) not in self._nodes:
                 self.names[self._placeholder(tensor)] = name
@@ -68,9 +68,9 @@ class ForwardRecord(TorchDispatchMode):
         return {"module_path": self.path, "nn_module_stack": {"": (self.path, "")}}
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """Return the node that made a tensor; of one that nothing recorded made, such as a constant, a new node."""
+        """Return the node that made a tensor, or a new node if none was recorded, such as for a constant."""
         if id(tensor) not in self._nodes:
-            # Numbers of constants may differ from layer to layer.
+            # Numbers of constants may differ between layers.
             numbers = None if isinstance(tensor, FakeTensor) or tensor.is_meta else _digest(tensor)
             self._note(self.graph.call_function(_tensor_of_code, (numbers,)), tensor)
         return self._nodes[id(tensor)]
@@ -80,7 +80,7 @@ class ForwardRecord(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        if func.namespace == "prim":  # a question about a tensor, such as its device
+        if func.namespace == "prim":  # a query about a tensor, such as its device
             return results
         operands = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.call_function(func, *operands)
@@ -97,7 +97,7 @@ class ForwardRecord(TorchDispatchMode):
 
 
 def _tensor_of_code(digest: str | None) -> Any:
-    """Stand for a tensor that Python code holds, whose numbers have a digest."""
+    """Represent a tensor held by Python code, by a digest of its numbers."""
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -106,16 +106,16 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def record_forward(call: BoundCall, repetitions: Sequence[Repetition], mode: FakeTensorMode) -> ForwardRecord:
-    """Return a record of a call of a fake module, without gradients.
+    """Return a record of a fake module's call, without gradients.
 
     Args:
-        call: of a module with fake tensors of `mode`. Its parameters require no gradients afterwards.
-        repetitions: the layers whose paths nodes have.
-        mode: of the fake tensors.
+        call: a call of a module with fake tensors of `mode`. Its parameters require no gradients afterwards.
+        repetitions: the layers with whose paths nodes are annotated.
+        mode: the mode of the fake tensors.
 
     Raises:
-        CaptureError: gradients go through code that records of operators do not show.
-        Exception: whatever `forward` raises where tensors have no numbers.
+        CaptureError: gradients pass through code that operator records do not show.
+        Exception: any error of `forward` with tensors without numbers.
     """
     module = call.module.requires_grad_(False)
     fake_call = call.map_tensors(lambda leaf: fake_like(leaf.detach(), mode))
@@ -152,7 +152,7 @@ def _refuse_function(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _noting_paths(module: nn.Module, repetitions: Sequence[Repetition], record: ForwardRecord) -> Iterator[None]:
-    """Context in which the record has the path of the layer that is running."""
+    """Context in which the record tracks the path of the running layer."""
     handles = []
 
     def noting(path: str) -> Callable[..., None]:

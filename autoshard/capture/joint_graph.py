@@ -29,8 +29,8 @@ Phase = Literal["forward", "backward"]
 
 _PIN = torch.ops.autoshard.pin.default
 
-# Batch norm, forward and backward: both take running statistics in places 3 and 4 -> the place of the flag that says
-# that the statistics are those of the batch.
+# Batch norm, forward and backward, with running statistics as arguments 3 and 4 -> the index of the flag that selects
+# the statistics of the batch.
 _TRAINING_FLAGS = {
     torch.ops.aten._native_batch_norm_legit_functional.default: 5,
     torch.ops.aten.native_batch_norm_backward.default: 7,
@@ -46,7 +46,7 @@ class JointInput:
         name: the qualified name of a parameter or buffer (the first, if it has several); the path of an input such as
             `input_ids`; for a tangent, the name of the output whose gradient it is.
         node: the placeholder.
-        value: the numbers of a constant that the module makes or holds; None if the module was on the meta device.
+        value: the tensor of a constant that the module makes or holds; None if the module was on the meta device.
     """
 
     kind: InputKind
@@ -61,8 +61,8 @@ class JointOutput:
 
     Attributes:
         kind: the kind of output.
-        name: the output's path such as `loss`; for a mutation, the buffer or input that takes the new value; for a
-            gradient, the parameter or input that it belongs to.
+        name: the output's path such as `loss`; for a mutation, the buffer or input that gets the new value; for a
+            gradient, its parameter or input.
         node: the node of the value; None for the gradient of an input on which no output depends.
         tangent: the name of the output's tangent, if it has one.
     """
@@ -82,25 +82,25 @@ class JointGraph:
         inputs: the placeholders, in order.
         outputs: the outputs, in order.
         aliases: parameter or buffer -> all names under which it is registered.
-        signature: key of the call that was captured: the signature of all calls that the graph may serve.
+        signature: key of the captured call: the signature of all calls that the graph may serve.
         fingerprint: hash of the graph as hexadecimal text, equal on all ranks and in all runs.
-        dynamic: the sizes that calls may change, if there are any: `meta["val"]` then has the example's shapes, and
-            `meta["sizes"]` of a node the shapes of its results with `DynamicSize`s in them.
+        dynamic: the dynamic sizes, if any: `meta["val"]` then has the example's shapes, and `meta["sizes"]` of a node
+            the shapes of its results with `DynamicSize`s.
         call: makes the tensors of a call, in the order of the inputs of kind "input".
         result: makes the value of `forward`, from tensors in the order of the outputs of kind "output".
-        recomputed: names of the layers, and operators, that the backward half runs again (see `capture.recomputation`).
+        recomputed: names of the layers, and operators, that the backward half recomputes (see `capture.recomputation`).
         run_once: the same step in which every operator runs once; None if it is this one.
-        kept: names of the nodes whose values are not made again, nor moved, and what the user said that keeps them.
+        kept: names of the nodes whose values are neither recomputed nor moved, and the user's mark that keeps them.
         offloaded: names of the values that are moved to the host between the halves (see `capture.offloading`).
         unmoved: the same step without these moves; None if there are none.
         state: the flags, numbers, submodules and hooks that the graph depends on, the changes of these by a call, and
             the conditions on the numbers in inputs.
-        histories: the autograd state that one device gives to the outputs.
+        histories: the autograd state of the outputs on one device.
         model: the name of the module's class.
-        twice_in_pieces: the operations, by dtype, that its losses do twice if they are in pieces (see
+        twice_in_pieces: the operations, by dtype, that its losses repeat if computed in pieces (see
             `operators.large_losses`); empty without losses of large logits that nothing else reads.
-        unread: names of the outputs that training does not read, and that the graph lacks; None if it lacks none since
-            it has no loss, or was not asked to.
+        unread: names of the outputs that training does not read, and that the graph omits; None if it omits none
+            because it has no loss, or was not asked to.
     """
 
     graph_module: fx.GraphModule
@@ -135,12 +135,12 @@ class JointGraph:
 
     @property
     def tensor_outputs(self) -> dict[str, fx.Node]:
-        """The nodes that make the outputs of the module, by name; without outputs of None."""
+        """The nodes of the module's outputs, by name; without outputs of None."""
         return {item.name: item.node for item in self.outputs if item.kind == "output" and item.node is not None}
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
-        """The nodes that make the gradients, by the name of the parameter or input; without gradients of None."""
+        """The nodes of the gradients, by the name of the parameter or input; without gradients of None."""
         return {item.name: item.node for item in self.outputs if item.kind == "gradient" and item.node is not None}
 
     @property
@@ -150,7 +150,7 @@ class JointGraph:
 
     @property
     def outputs_beside_loss(self) -> tuple[str, ...]:
-        """Names of the outputs that are returned beside a loss, a scalar that is differentiated; empty without one."""
+        """Names of the outputs returned beside a loss, a differentiated scalar; empty without a loss."""
         outputs, losses = self.tensor_outputs, set(self.tangent_outputs)
         if not losses or any(outputs[name].meta["val"].ndim for name in losses if name in outputs):
             return ()
@@ -158,24 +158,24 @@ class JointGraph:
 
     @property
     def gradient_sources(self) -> dict[str, frozenset[str]]:
-        """Names of the outputs whose tangents a gradient depends on, by the name of its parameter or input."""
+        """Names of the outputs on whose tangents a gradient depends, by the name of its parameter or input."""
         sources = self._sources([item for item in self.inputs if item.kind == "tangent"])
         return {name: sources.get(node, frozenset()) for name, node in self.gradients.items()}
 
     @property
     def former_values(self) -> frozenset[str]:
-        """Names of the tensors that the step changes and on whose former values its outputs or gradients depend."""
+        """Names of the tensors that the step changes, and on whose former values outputs or gradients depend."""
         changed = {item.name for item in self.outputs if item.kind == "mutation"}
         sources = self._sources([item for item in self.inputs if item.name in changed and item.kind != "tangent"])
         results = (item.node for item in self.outputs if item.kind != "mutation" and item.node is not None)
         return frozenset().union(*(sources.get(node, frozenset()) for node in results))
 
     def _sources(self, inputs: Sequence[JointInput]) -> dict[fx.Node, frozenset[str]]:
-        """Return the names of those of some inputs that a node depends on; nodes that depend on none are left out."""
+        """Return the names of the given inputs that each node depends on; nodes without any are omitted."""
         sources = {item.node: frozenset([item.name]) for item in inputs}
         if not sources:
             return {}
-        # Nodes stand in topological order: the sources of all operands are known.
+        # In topological order, so that the sources of all operands are known.
         for node in self.graph.nodes:
             if node.op == "call_function":
                 operands = [sources[operand] for operand in _read_operands(node) if operand in sources]
@@ -188,7 +188,7 @@ class JointGraph:
         return "backward" if "backward" in node.meta.get("partitioner_tag", "") else "forward"
 
     def module_path(self, node: fx.Node) -> str:
-        """Return the path of the module in which the node, or the forward node it differentiates, was called."""
+        """Return the path of the module that called the node, or the forward node that it differentiates."""
         return node.meta.get("module_path", "")
 
     def task_graph(self, node: fx.Node) -> TaskGraph | None:
@@ -206,12 +206,12 @@ class JointGraph:
         return self.state.guards.hold() and self.state.conditions.hold(self._condition_inputs(call))
 
     def changes(self, call: BoundCall) -> Iterator[tuple[str, str]]:
-        """Yield the subjects that a call of this signature finds changed, and their present values in words."""
+        """Yield what has changed for a call of this signature: subjects, and their present values in words."""
         yield from self.state.guards.changes()
         yield from self.state.conditions.changes(self._condition_inputs(call))
 
     def _condition_inputs(self, call: BoundCall) -> dict[str, torch.Tensor]:
-        """Return the tensors of a call by name; nothing if the graph depends on no numbers in them."""
+        """Return the tensors of a call by name; empty if the graph does not depend on their numbers."""
         # Most graphs have no conditions, and this runs at every call.
         if not self.state.conditions.inputs:
             return {}
@@ -220,7 +220,7 @@ class JointGraph:
 
 
 def _read_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that the results of a node depend on; in training, batch norm reads no running statistics."""
+    """Return the operands that a node's results depend on: in training, batch norm reads no running statistics."""
     call = node.args[0] if node.target is operator.getitem else node
     if (
         not isinstance(call, fx.Node)
@@ -237,16 +237,16 @@ def _read_operands(node: fx.Node) -> list[fx.Node]:
 def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[JointOutput], graph: fx.Graph) -> str:
     """Return the SHA-256 of inputs, operators with their arguments, shapes and dtypes, and outputs.
 
-    Plan files store it: the hashed text of a graph must not change from version to version.
+    Plan files store it, so the hashed text of a graph must not change between versions.
     """
-    # Names of nodes depend on the process: they are numbered instead.
+    # Nodes are numbered, because their names depend on the process.
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     digest = hashlib.sha256()
     for item in inputs:
         digest.update(f"{item.kind} {item.name}\n".encode())
     for node in graph.nodes:
         if node.op == "get_attr":
-            # The names of regions depend on the process, too: their contents count.
+            # Regions are hashed by content, because their names depend on the process, too.
             region = getattr(graph.owning_module, str(node.target))
             if isinstance(region, fx.GraphModule):
                 digest.update(fingerprint((), (), region.graph).encode())
@@ -255,7 +255,7 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 digest.update(f" {tuple(value.shape)} {value.dtype}".encode())
-        # The text of a dynamic size is that of the example: its expression tells graphs of other sizes apart.
+        # The text of a dynamic size is the example's: the expression distinguishes graphs of other sizes.
         for size in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("sizes"))):
             if isinstance(size, (DynamicSize, Ratio)):
                 digest.update(f" {size.expr}".encode())
@@ -265,7 +265,7 @@ def fingerprint(inputs: Iterable[JointInput | ExportedInput], outputs: Iterable[
     return digest.hexdigest()
 
 
-# Modules of functions in graphs -> their names when plan files first had hashes of such graphs.
+# Modules of functions in graphs -> their names when plan files first stored hashes of such graphs.
 _HASHED_MODULES = {
     "autoshard.operators.attention.attention_operator": "autoshard.capture.attention_operator",
     "autoshard.operators.composites": "autoshard.capture.composites",
@@ -282,7 +282,7 @@ def _target_text(node: fx.Node) -> str:
     """Return the text of the operator or function that a node calls."""
     if node.op != "call_function":
         return ""
-    # The text of a function would have its address in memory.
+    # The repr of a function would contain its memory address.
     if isinstance(node.target, FunctionType):
         module = node.target.__module__
         return f"{_HASHED_MODULES.get(module, module)}.{node.target.__qualname__}"

@@ -1,4 +1,4 @@
-"""Changes in place by way of a lazy conjugate or negative, as in `z.conj().mul_(w)`."""
+"""In-place changes through a lazy conjugate or negative, as in `z.conj().mul_(w)`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LAZY = frozenset({"conj", "_conj", "_neg_view", "adjoint", "mH", "matrix_H"})
 
 
 def write_out_conjugates(graph: fx.Graph) -> None:
-    """Have such a change leave plain numbers: functional graphs would make the changed tensor a lazy conjugate.
+    """Rewrite tensors after such changes: functional graphs would turn a changed tensor into a lazy conjugate.
 
-    Operators that read its parts, such as `view_as_real`, take none.
+    Operators that read its parts, such as `view_as_real`, do not accept lazy conjugates.
     """
     for node in list(graph.nodes):
         for changed in changed_operands(node):
@@ -32,7 +32,7 @@ def write_out_conjugates(graph: fx.Graph) -> None:
 
 
 def _views(node: fx.Node, base: fx.Node) -> Iterator[str]:
-    """Yield the names of the views that lead from a node to the one that made its memory."""
+    """Yield the names of the views from a node to the one that made its memory."""
     while node is not base:
         if isinstance(node.target, OpOverload):
             yield node.target._schema.name.split("::")[1]

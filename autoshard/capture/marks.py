@@ -1,8 +1,8 @@
-"""Marks that a user writes into `forward`, and that a captured graph keeps.
+"""Marks in `forward` by the user, which a captured graph keeps.
 
-`shard` pins the placements of an activation, by an identity operator. `replicate` and `split` mark stretches of
-`forward` with how they are to be parallelised (Whale 3.1); `recompute`, `keep` and `offload` with where the backward
-half has from what it reads of them.
+`shard` pins the placements of an activation, by an identity operator. `replicate` and `split` mark parts of `forward`
+with their parallelism (Whale 3.1); `recompute`, `keep` and `offload` mark them with how the backward half gets the
+values that it reads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autoshard.capture._torch import StridedShard, annotate_nodes, tracing_annot
 from autoshard.errors import HintError
 from autoshard.names import ancestors
 
-# A context variable: other threads may run models while one captures.
+# A context variable, because other threads may run models during a capture.
 CAPTURE: ContextVar[Iterator[int] | None] = ContextVar("autoshard_capture", default=None)
-"""Numbers for the task graphs and regions of the capture that runs; None outside of a capture."""
+"""Numbers for the task graphs and regions of the current capture; None outside captures."""
 
 
 def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
@@ -42,7 +42,7 @@ def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
     Raises:
         HintError: (during capture) an argument is not a placement, or its dim is out of range.
     """
-    # Outside of a capture the code also runs where autoshard plans nothing: there the call must cost nothing.
+    # Outside captures the code also runs without autoshard, where the call must cost nothing.
     if CAPTURE.get() is None:
         return x
     return torch.ops.autoshard.pin(x, pin_text(placements, x.ndim))
@@ -50,7 +50,7 @@ def shard(x: torch.Tensor, *placements: Placement) -> torch.Tensor:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Context in which `shard` writes its operator into the graph, and task graphs mark their operators."""
+    """Context in which `shard` adds its operator to the graph, and task graphs mark their operators."""
     token = CAPTURE.set(itertools.count())
     try:
         yield
@@ -60,7 +60,7 @@ def capturing() -> Iterator[None]:
 
 def pin_text(placements: tuple[Placement, ...], ndim: int) -> str:
     """Return the text of the placements of a tensor of `ndim` dims, such as `"R;S(0);S(1,f=3);P(sum)"`."""
-    # An operator's schema has no type for placements. Text is an argument that every pass over a graph keeps.
+    # Operator schemas have no type for placements. Text is an argument that all graph passes keep.
     if not placements:
         raise HintError(
             "shard(x) needs one placement per mesh axis, such as shard(x, Shard(0), Replicate()); got none."
@@ -85,10 +85,10 @@ _PLACEMENT = re.compile(r"R|S\((?P<dim>\d+)(?:,f=(?P<factor>\d+))?\)|P\((?P<op>\
 
 
 def parse_pin(text: str) -> tuple[Placement, ...]:
-    """Return the placements that `pin_text` wrote.
+    """Return the placements that `pin_text` encoded.
 
     Raises:
-        HintError: the text was not written by `pin_text`.
+        HintError: the text is not from `pin_text`.
     """
     return tuple(_parse_placement(part) for part in text.split(";"))
 
@@ -106,8 +106,8 @@ def _parse_placement(text: str) -> Placement:
 
 @torch.library.custom_op("autoshard::pin", mutates_args=())
 def pin(x: torch.Tensor, placements: str) -> torch.Tensor:
-    """Return `x`; the planner must give it these placements."""
-    # A custom operator must not return its operand itself.
+    """Return a copy of `x`; the planner must give it these placements."""
+    # A custom operator must not return its operand.
     return x.clone()
 
 
@@ -123,7 +123,7 @@ def _setup_context(
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    # The gradient of a pinned activation is pinned as the activation is.
+    # The gradient of a pinned activation has the same placements.
     return torch.ops.autoshard.pin(gradient, ctx.placements), None  # type: ignore[attr-defined]
 
 
@@ -133,10 +133,10 @@ pin.register_autograd(_backward, setup_context=_setup_context)
 Rest = Literal["whole", "batch", "sequence"]
 
 _MARK = "autoshard_task_graph"  # the key, in `node.meta["custom"]`, of the mark of operators under a primitive
-_REGIONS = "autoshard_regions"  # likewise of the regions of `recompute`, `keep` and `offload` that they lie in
+_REGIONS = "autoshard_regions"  # the key of their regions of `recompute`, `keep` and `offload`
 _DEFAULT = "_autoshard_default_strategy"  # the attribute of a module that `set_default_strategy` makes
 
-# A stack, since one primitive may be entered several times, also inside of itself.
+# A stack, because a primitive may be entered several times, also inside itself.
 _entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_entered", default=())
 
 
@@ -144,15 +144,14 @@ _entered: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("autoshard_e
 class Primitive:
     """The parallelism of a task graph, as `replicate` and `split` return it.
 
-    As a context in `forward`, it marks the operators in it as one task graph; of nested contexts, the innermost counts.
-    Outside of a capture by autoshard, the context does nothing. As a hint, it makes a task graph of each module that
-    the hint matches.
+    As a context in `forward`, it marks its operators as one task graph; of nested contexts, the innermost counts.
+    Outside a capture, the context does nothing. As a hint, it makes a task graph of each module that the hint matches.
 
     Attributes:
         kind: `"replicate"` or `"split"`.
         devices: the number of devices, or the mesh axes; None for all.
-        rest: of `"split"`: how operators are split that no sharded parameter splits; None if the planner chooses how
-            all operators are split.
+        rest: for `"split"`: how to split operators that no sharded parameter splits; None if the planner chooses how to
+            split all operators.
     """
 
     kind: Literal["replicate", "split"]
@@ -178,16 +177,16 @@ class Primitive:
 
 RegionKind = Literal["recompute", "keep", "offload"]
 CHECKPOINT = "torch.utils.checkpoint"
-"""Origin of a region that is a checkpoint in the model's code."""
+"""The origin of a region that is a checkpoint in the model's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of `forward`, entered once.
+    """A part of `forward`, from entering a context to leaving it.
 
     Attributes:
-        kind: where the backward half has from what it reads of the stretch: run again, kept, or from the host.
-        number: its place in the order in which stretches are entered.
+        kind: how the backward half gets values of the region: recomputed, kept, or from the host.
+        number: its index in the order in which regions are entered.
         origin: what the user wrote, such as `"autoshard.keep()"`.
     """
 
@@ -196,16 +195,16 @@ class Region:
     origin: str
 
 
-# The regions that are entered, outermost first.
+# The entered regions, outermost first.
 _regions: ContextVar[tuple[Region, ...]] = ContextVar("autoshard_regions", default=())
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Where the backward half has from what it reads of operators, as `recompute`, `keep` and `offload` return it.
+    """How the backward half gets the values of operators, as returned by `recompute`, `keep` and `offload`.
 
-    As a context in `forward`, it marks the operators in it as a region. Outside of a capture by autoshard, the context
-    does nothing. As a hint, it makes a region of each module that the hint matches.
+    As a context in `forward`, it marks its operators as a region. Outside a capture, the context does nothing. As a
+    hint, it makes a region of each module that the hint matches.
 
     Attributes:
         kind: as in `Region`.
@@ -234,13 +233,13 @@ class Saving:
 
 
 def recompute() -> Saving:
-    """Return the mark of operators that run again: `with autoshard.recompute():` in `forward`, or a hint.
+    """Return the mark of operators to recompute: `with autoshard.recompute():` in `forward`, or a hint.
 
-    Of the values that these operators make, only those that leave the region are kept for the backward half. All others
-    that it reads are made again just before, with or without a memory limit, by the operators that it takes; those
-    draw the random numbers that they drew. As a hint, it is of modules, each of which is a region:
-    `hints={"layers.*": autoshard.recompute()}`. So is every call of `torch.utils.checkpoint` in the model. Outside of a
-    capture by autoshard, the context does nothing.
+    Of the values made by these operators, only those used outside the region are kept for the backward half. It
+    recomputes all others that it reads just before, with or without a memory limit, by the operators that this needs,
+    with the same random numbers. As a hint, the mark applies to modules, each of which is a region: `hints={"layers.*":
+    autoshard.recompute()}`. Every call of `torch.utils.checkpoint` in the model is a region, too. Outside a capture,
+    the context does nothing.
     """
     return Saving("recompute")
 
@@ -248,50 +247,51 @@ def recompute() -> Saving:
 def keep() -> Saving:
     """Return the mark of operators whose values are kept: `with autoshard.keep():` in `forward`, or a hint.
 
-    Values that these operators make, and that the backward half reads, stay on the device: they are not made again, nor
-    moved to the host, whatever the memory limit. Views are no values. As a hint, it is of modules, with all below them:
-    `hints={"layers.*.attention": autoshard.keep()}`. Outside of a capture by autoshard, the context does nothing.
+    Values made by these operators and read by the backward half remain on the device: they are neither recomputed nor
+    moved to the host, whatever the memory limit. Views do not count as values. As a hint, the mark applies to modules
+    and all their submodules: `hints={"layers.*.attention": autoshard.keep()}`. Outside a capture, the context does
+    nothing.
     """
     return Saving("keep")
 
 
 def offload() -> Saving:
-    """Return the mark that has tensors moved to the host: `with autoshard.offload():` in `forward`, or a hint.
+    """Return the mark of tensors to move to the host: `with autoshard.offload():` in `forward`, or a hint.
 
-    Tensors that operators under it make and the backward half reads are copied to the host once they exist, and back
-    before they are read; between, the device does not hold them. Tensors that are 64 times smaller than the largest of
-    them stay. As a hint, it is of modules, with all below them: `hints={"layers.*": autoshard.offload()}`. Outside of a
-    capture by autoshard, the context does nothing.
+    Tensors made by these operators and read by the backward half are copied to the host once they exist, and back
+    before they are read; in between, the device does not hold them. Tensors 64 times smaller than the largest of them
+    stay. As a hint, the mark applies to modules and all their submodules: `hints={"layers.*": autoshard.offload()}`.
+    Outside a capture, the context does nothing.
     """
     return Saving("offload")
 
 
 def marked_regions(node: fx.Node) -> tuple[Region, ...]:
-    """Return the regions that a node was traced in, outermost first."""
+    """Return the regions in which a node was traced, outermost first."""
     regions: tuple[Region, ...] = (node.meta.get("custom") or {}).get(_REGIONS, ())
     return regions
 
 
 def marks_by_order(node: fx.Node, places: dict[Region, int]) -> dict[str, object]:
-    """Return all marks of a node, with a region's number in an order of regions, which gets those that it lacks."""
+    """Return all marks of a node, with regions numbered by `places`, to which new regions are added."""
     marks = dict(node.meta.get("custom") or {})
     regions = marks.pop(_REGIONS, ())
     return marks | {_REGIONS: tuple((each.origin, places.setdefault(each, len(places))) for each in regions)}
 
 
 def add_region(node: fx.Node, region: Region) -> None:
-    """Mark an operator of an exported graph with a region of a hint, around those of the model's code."""
+    """Mark an operator of an exported graph with the region of a hint, outside those of the model's code."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), _REGIONS: (region, *marked_regions(node))}
 
 
 def _numbers() -> Iterator[int] | None:
-    """Return the numbers for regions and task graphs; None outside of a capture."""
-    # Dynamo, which reads the code of branches and loops, would have to follow what stands here.
+    """Return the numbers for regions and task graphs; None outside captures."""
+    # Dynamo, which traces the code of branches and loops, would otherwise have to trace what follows.
     return None if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
 
 
 def _enter(marks: Mapping[str, object]) -> None:
-    """Mark the operators that are captured from now on, until `_leave`."""
+    """Mark the operators captured from now on, until `_leave`."""
     stack = contextlib.ExitStack()
     stack.enter_context(annotate_nodes(marks))
     _entered.set((*_entered.get(), stack))
@@ -306,11 +306,11 @@ def _leave() -> None:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """One stretch of a model, parallelised in one way.
+    """A part of a model with one parallelism.
 
     Attributes:
-        primitives: the parallelism; several are of different mesh axes.
-        place: for a context in `forward`, its number in the order in which contexts are entered; for a default or a
+        primitives: the parallelism; several primitives are for different mesh axes.
+        place: for a context in `forward`, its index in the order in which contexts are entered; for a default or a
             hint, the path of its module.
     """
 
@@ -322,15 +322,15 @@ Devices = int | str | Sequence[str] | None
 
 
 def replicate(devices: Devices = None) -> Primitive:
-    """Return data parallelism for the operators that run under it: `with autoshard.replicate(4):` in `forward`.
+    """Return data parallelism for operators in its context: `with autoshard.replicate(4):` in `forward`.
 
-    Tensors with a batch dim (the first dim of the inputs, and the dims that come of it) are sharded by it, so that each
+    Tensors with a batch dim (the first dim of the inputs, and dims derived from it) are sharded by it, so that each
     device computes its part of the batch; parameters that no other operator uses are whole on each device. On a mesh
     with a pipeline axis, several such contexts (or those of `split`) with numbers of devices are the pipeline's stages.
 
     Args:
         devices: a number: the devices of the first mesh axis of that size, or of several axes with that product; or the
-            name of an axis, or names of several. None: all devices. On other axes the planner is free.
+            name of an axis, or names of several. None: all devices. On other axes the planner decides.
 
     Returns:
         The primitive, for a `with` statement in `forward`, or for `set_default_strategy`.
@@ -344,23 +344,23 @@ def replicate(devices: Devices = None) -> Primitive:
 
 
 def split(devices: Devices = None, *, rest: Rest | None = None) -> Primitive:
-    """Return tensor parallelism for the operators that run under it: `with autoshard.split(4):` in `forward`.
+    """Return tensor parallelism for operators in its context: `with autoshard.split(4):` in `forward`.
 
-    No operator is sharded by the batch on these devices. The operators that compute most are split by dims of
-    parameters where that is possible: rows or columns of a weight, heads, experts, classes. The planner chooses.
+    No operator is sharded by the batch on these devices. The operators with the most compute are split by dims of
+    parameters if possible: rows or columns of a weight, heads, experts, classes. The planner chooses.
 
     With `rest`, the planner does not choose. Hints shard parameters on these axes, and operators are split along the
-    dims of these shards, followed through the graph: heads, for instance, from the rows of a query's weight to the
-    columns of the weight behind attention. The other operators are as `rest` says. With the weights of Megatron-LM,
-    `split("tp", rest="whole")` is its tensor parallelism, and `rest="sequence"` adds its sequence parallelism; with
-    experts in shards, `rest="batch"` is expert parallelism.
+    dims of these shards, propagated through the graph: for instance from the rows of a query's weight to heads, and to
+    the columns of the weight after attention. The other operators are split as `rest` says. With the weights of
+    Megatron-LM, `split("tp", rest="whole")` is its tensor parallelism, and `rest="sequence"` adds its sequence
+    parallelism; with sharded experts, `rest="batch"` is expert parallelism.
 
     Args:
-        devices: as for `replicate`, but of several axes of that size, the last counts.
-        rest: `"whole"`: other operators are split by nothing; `"batch"`: by the batch; `"sequence"`: by dim 1 of the
-            inputs that have the batch and two or three dims.
+        devices: as for `replicate`, but if several axes have that size, the last is used.
+        rest: other operators are not split (`"whole"`), split by the batch (`"batch"`), or by dim 1 of the inputs that
+            have the batch and two or three dims (`"sequence"`).
 
-    Returns, Raises, Source: as for `replicate`. With `rest` a `HintError` also says that hints shard no parameter.
+    Returns, Raises, Source: as for `replicate`. With `rest`, a `HintError` is also raised if hints shard no parameter.
     """
     if rest is not None and rest not in get_args(Rest):
         raise HintError(f"autoshard.split(rest={rest!r}): choose {', '.join(map(repr, get_args(Rest)))}, or None.")
@@ -368,10 +368,10 @@ def split(devices: Devices = None, *, rest: Rest | None = None) -> Primitive:
 
 
 def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
-    """Set the parallelism of the operators of `module`, submodules included, that no primitive covers.
+    """Set the parallelism of a module's operators, submodules included, that no primitive covers.
 
-    It is a property of the module, which `parallelize` and `plan` read: of modules inside one another the innermost
-    default counts, and a primitive in `forward` counts more than any.
+    It is a property of the module that `parallelize` and `plan` read: of nested modules the innermost default applies,
+    and a primitive in `forward` overrides any.
 
     Args:
         module: the model, or a part of it, before it is planned.
@@ -380,8 +380,8 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
     Raises:
         HintError: the strategy is none of these.
 
-    Source: Whale 5.3.2, Example 5. There the default is the process's; here it belongs to a module, so that no model
-    has the default of another.
+    Source: Whale 5.3.2, Example 5. There the default belongs to the process; here to a module, so that it does not
+    affect other models.
     """
     if not isinstance(module, nn.Module):
         raise HintError(
@@ -392,7 +392,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
         raise HintError(
             f"set_default_strategy(module, {strategy!r}): choose autoshard.replicate(n), autoshard.split(n), or None."
         )
-    # In `__dict__`, which a copy of the module gets, too, and its `state_dict` has not.
+    # In `__dict__`, which is copied with the module, but is not in its `state_dict`.
     if strategy is None:
         module.__dict__.pop(_DEFAULT, None)
     else:
@@ -400,7 +400,7 @@ def set_default_strategy(module: nn.Module, strategy: Primitive | None) -> None:
 
 
 def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
-    # True is an int of Python's, and no number of devices.
+    # In Python True is an int, but it is not a number of devices.
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool) and devices > 0):
         return devices
     names = (devices,) if isinstance(devices, str) else devices
@@ -413,8 +413,8 @@ def _check_devices(kind: str, devices: object) -> int | tuple[str, ...] | None:
 
 
 def keeping_marks(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
-    """Context in which the nodes traced from a graph, derivatives included, have the marks of its nodes."""
-    # Annotations of all nodes take time to keep: only where there is a mark.
+    """Context in which nodes traced from a graph, derivatives included, inherit the marks of its nodes."""
+    # Only if there is a mark: keeping annotations of all nodes takes time.
     is_marked = any(_mark_of(node) is not None or marked_regions(node) for node in graph.nodes)
     return tracing_annotations() if is_marked else contextlib.nullcontext()
 
@@ -428,11 +428,11 @@ def defaults_of(module: nn.Module) -> dict[str, TaskGraph]:
 def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
     """Mark the operators of an exported forward graph that no primitive in `forward` covers with their defaults.
 
-    A part that is cut from the graph then keeps its task graphs, though it has other modules.
+    So a part that is cut from the graph keeps its task graphs, although its modules are others.
 
     Args:
         graph: an exported graph, with the modules of every node.
-        defaults: task graphs by paths of modules; the innermost counts.
+        defaults: task graphs by paths of modules; the innermost applies.
     """
     # Most models have no defaults, and graphs are long.
     for node in graph.nodes if defaults else ():
@@ -444,9 +444,9 @@ def mark_defaults(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
 
 
 def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
-    """Return the task graphs of contexts of `forward` that ask for a number of devices, by names of nodes.
+    """Return the task graphs, by node name, of contexts in `forward` that request a number of devices.
 
-    On a mesh with a pipeline, these are the devices of a stage, if several such contexts follow one another.
+    On a mesh with a pipeline axis, this is the number of a stage's devices, if several such contexts follow each other.
     """
     marks = ((node.name, _mark_of(node)) for node in graph.nodes)
     return {
@@ -457,11 +457,11 @@ def task_graphs_with_counts(graph: fx.Graph) -> dict[str, TaskGraph]:
 
 
 def assign_task_graphs(graph: fx.Graph, defaults: Mapping[str, TaskGraph]) -> None:
-    """Set the `meta["task_graph"]` of every operator of a step, all of which have a module path.
+    """Set `meta["task_graph"]` of every operator of a step; all have a module path.
 
     Args:
-        graph: of a step.
-        defaults: task graphs of operators that are not marked, by paths of modules; the innermost counts.
+        graph: the graph of a step.
+        defaults: task graphs of unmarked operators, by paths of modules; the innermost applies.
     """
     for node in graph.nodes:
         if node.op == "call_function":
@@ -472,7 +472,7 @@ def _task_graph_of(node: fx.Node, defaults: Mapping[str, TaskGraph]) -> TaskGrap
     marked = _mark_of(node)
     if marked is not None:
         return marked
-    if node.meta.get("is_gradient_acc"):  # gradients are added up where both come from, or between task graphs
+    if node.meta.get("is_gradient_acc"):  # a sum of gradients is in the task graph of both terms, or in none
         added = {source.meta.get("task_graph") for source in node.all_input_nodes}
         return added.pop() if len(added) == 1 else None
     return _default_of(node.meta.get("module_path", ""), defaults)

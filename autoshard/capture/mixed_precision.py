@@ -1,11 +1,11 @@
 """Mixed precision as part of the graph: casts of parameters, inputs, outputs and gradients, planned like any operator.
 
-A cast of a sharded parameter is local, and half as many bytes are gathered after it. A cast of a partial gradient says
-in which dtype the ranks' partial sums are added. No other part of the library needs to know of precisions.
+A cast of a sharded parameter is local, so half as many bytes are gathered after it. A cast of a partial gradient sets
+the dtype in which the ranks' partial sums are added. No other part of the library needs to know about precisions.
 
-Policies of FSDP2 are written into the graph. `torch.autocast("cuda")` is traced: it acts by the device of a tensor, and
-has one list of operators for GPUs and another for the CPU, where the tensors of a capture are. While a model under the
-autocast of GPUs is captured, autocast of the CPU stands for it, with the list of GPUs.
+FSDP2 policies are written into the graph. `torch.autocast("cuda")` is traced. It depends on a tensor's device, with one
+list of operators for GPUs and another for the CPU, on which the tensors of a capture are. So while a model is captured
+under the autocast of GPUs, autocast of the CPU replaces it, with the list of GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoshard.errors import CaptureError
 aten = torch.ops.aten
 
 REDUCED = "reduced"
-"""Key of a node's meta: `"here"`: the gradient is reduced as the result of this node; `"before"`: it was before."""
+"""Key of a node's meta: `"here"`: the gradient is reduced as this node's result; `"before"`: it was reduced before."""
 
 
 class LoweredModule:
@@ -50,14 +50,14 @@ class LoweredModule:
         lowered: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                if parameter not in lowered:  # a parameter of several names stays one
+                if parameter not in lowered:  # a parameter with several names stays one
                     lowered[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 path, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(path), leaf, lowered[parameter])
                 self.originals[name] = parameter.dtype
 
     def inputs(self, call: BoundCall) -> BoundCall:
-        """Return a call with floating tensors in the dtype in which `forward` gets them."""
+        """Return a call with floating tensors in the dtype that `forward` receives."""
         if self.policy.param_dtype is None or not self.policy.cast_forward_inputs:
             return call
 
@@ -69,7 +69,7 @@ class LoweredModule:
         return call.map_tensors(lower)
 
     def with_casts(self, exported: Exported, call: Sequence[torch.Tensor]) -> Exported:
-        """Return the exported graph with the callers' dtypes as inputs, and a cast at the first use of each.
+        """Return the exported graph with inputs in the callers' dtypes, and a cast at the first use of each.
 
         Args:
             exported: the forward graph of the fake copy, on cast tensors.
@@ -96,8 +96,8 @@ class LoweredModule:
 
 
 def _cast_at_first_use(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtype: torch.dtype) -> ExportedInput:
-    """Give the placeholder the dtype that callers pass, insert a cast before its first user, and return its input."""
-    # At the first use, not at the start: a cast copy of every parameter would be held from the first layer on.
+    """Give a placeholder the callers' dtype, insert a cast before its first user, and return its input."""
+    # At the first use, not at the start: otherwise cast copies of all parameters would exist from the first layer on.
     users = list(node.users)
     fake = item.fake.detach().to(dtype).requires_grad_(item.fake.requires_grad)
     node.meta["val"] = fake
@@ -111,12 +111,12 @@ def _cast_at_first_use(graph: fx.Graph, node: fx.Node, item: ExportedInput, dtyp
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, before: fx.Node, like: fx.Node) -> fx.Node:
-    """Return `node` in another dtype, cast before one node, in the module and the half of another."""
+    """Insert a cast of `node` before one node, with the module and the half of another, and return it."""
     if node.meta["val"].dtype == dtype:
         return node
     with graph.inserting_before(before):
         cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    # Forward graphs have stacks of modules, joint graphs have the rest.
+    # Forward graphs have stacks of modules; joint graphs have the other keys.
     keys = ("nn_module_stack", "partitioner_tag", "module_path", "sizes")
     cast.meta.update({key: like.meta[key] for key in keys if key in like.meta})
     cast.meta["val"] = node.meta["val"].to(dtype)
@@ -126,12 +126,12 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, before: fx.Node, l
 def reduce_gradients(
     graph: fx.Graph, outputs: Sequence[JointOutput], policy: MixedPrecisionPolicy
 ) -> list[JointOutput]:
-    """Insert the casts around the reduction of parameter gradients, and mark the nodes by `REDUCED` in their meta.
+    """Insert the casts around the reductions of parameter gradients, and mark these nodes with `REDUCED` in their meta.
 
     Args:
-        graph: the joint graph; its output node names the nodes of `outputs`.
+        graph: the joint graph; its output node returns the nodes of `outputs`.
         outputs: the outputs of the step.
-        policy: its `reduce_dtype` is that of the reduction; without one, gradients are reduced as autograd made them.
+        policy: its `reduce_dtype` is the dtype of the reduction; without one, that of autograd's gradients.
 
     Returns:
         The outputs with the cast gradients.
@@ -150,13 +150,13 @@ def reduce_gradients(
     graph.output_node().args = (tuple(output.node for output in result),)
     for node in reduced:
         if not node.users:
-            graph.erase_node(node)  # autograd's own cast, in whose place another one stands
+            graph.erase_node(node)  # autograd's own cast, replaced by another one
     return result
 
 
 def _cast_for_reduction(graph: fx.Graph, node: fx.Node, policy: MixedPrecisionPolicy) -> fx.Node:
-    """Return the gradient `node`, reduced in the dtype of the policy and cast back to its own."""
-    # Autograd makes the gradient of a cast parameter in `param_dtype` and casts it: it can be reduced before that cast.
+    """Return the gradient `node`, reduced in the policy's dtype and cast back to its own."""
+    # Autograd makes the gradient of a cast parameter in `param_dtype`, then casts it: reduce it before that cast.
     source, final_dtype = node, node.meta["val"].dtype
     if node.target is aten._to_copy.default and node.all_input_nodes[0].meta["val"].dtype == policy.param_dtype:
         source = node.all_input_nodes[0]
@@ -208,7 +208,7 @@ _WIDEST = (
 
 # fmt: on
 
-# Norms, and the overloads with a dtype that are called with float32 in their place.
+# Norms, and their overloads with a dtype, which are called with float32 instead.
 _FLOAT32_NORMS = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
@@ -220,7 +220,7 @@ _Kernel = Callable[..., Any]
 
 @contextlib.contextmanager
 def autocast_of_gpus() -> Iterator[None]:
-    """Context in which autocast of GPUs, active already or entered later, acts on tensors of the CPU."""
+    """Context in which autocast of GPUs, active or entered later, acts on CPU tensors."""
     initialize = torch.autocast.__init__
     with contextlib.ExitStack() as stack:
         kernels = _Kernels(stack)
@@ -236,25 +236,25 @@ def autocast_of_gpus() -> Iterator[None]:
             if device_type == "cuda":
                 device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
                 kernels.install()
-            # The CPU's autocast has no float32, in which GPUs keep a region; the kernels of GPUs have it. An exported
-            # region is entered again, as one of the CPU.
+            # The CPU's autocast does not support float32, but that of GPUs and its kernels do. An exported region is
+            # entered again as one of the CPU.
             widens = device_type == "cpu" and dtype == torch.float32 and kernels.installed
             initialize(self, device_type, torch.bfloat16 if widens else dtype, enabled, cache_enabled)
             if widens:
                 self.fast_dtype = torch.float32
 
         stack.enter_context(attribute_patch(torch.autocast, "__init__", initialize_on_cpu))
-        # The capture was called under autocast: enter it again, by the replaced `__init__`.
+        # The capture was called under autocast: enter it again, through the replaced `__init__`.
         if torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
         yield
 
 
 class _Kernels:
-    """Kernels of GPUs that replace those of the CPU's autocast until a context ends.
+    """Autocast kernels of GPUs that replace those of the CPU until a context ends.
 
     Attributes:
-        installed: True once they do.
+        installed: True once they are in place.
     """
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
@@ -274,9 +274,9 @@ class _Kernels:
                 library.impl(name, kernel, "AutocastCPU")
 
     def _by_name(self) -> dict[str, _Kernel]:
-        # An operator on the CPU's list alone is not cast on a GPU.
+        # An operator that is only on the CPU's list is not cast on a GPU.
         kernels = dict.fromkeys(operators_under_autocast("CPU"), torch.library.fallthrough_kernel)
-        known = operators_under_autocast("CUDA")  # the lists above have names of several versions of torch
+        known = operators_under_autocast("CUDA")  # the lists above contain names of several torch versions
         for names, make in (
             (_LOWER_PRECISION, lambda name: self._casting(name, lambda _: torch.get_autocast_dtype("cpu"))),
             (_FLOAT32, lambda name: self._casting(name, lambda _: torch.float32)),
@@ -318,7 +318,7 @@ class _Kernels:
             with below_autocast():
                 if not _is_cast(args[0]):
                     return op(*args, **kwargs)
-                # By name: the overloads have their arguments at different positions.
+                # By name: the overloads have arguments at different positions.
                 names = [argument.name for argument in op._schema.arguments]
                 return with_dtype(**dict(zip(names, args, strict=False)), **kwargs, dtype=torch.float32)
 
@@ -331,11 +331,11 @@ class _Kernels:
         """Return the tensor in another dtype."""
         if tensor.dtype == dtype:
             return tensor
-        # torch's own autocast caches the casts of parameters, under these conditions: one cast serves all uses.
+        # torch's autocast caches casts of parameters under these conditions, so one cast serves all uses.
         cached = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and torch.is_grad_enabled()
         if not cached or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        # The tensor itself is kept so that its id stays its own.
+        # Keep the tensor, so that its id is not reused.
         if id(tensor) not in self._casts:
             self._casts[id(tensor)] = tensor, tensor.to(dtype)
         return self._casts[id(tensor)][1]

@@ -13,10 +13,10 @@ from autoshard.capture._torch import OpOverload
 
 aten = torch.ops.aten
 
-# The schema calls it mutable, but it changes no number; it follows every constant that is written in `forward`.
+# Mutable by its schema, but without effect on numbers; it follows every constant that is written in `forward`.
 DETACH = aten.detach_.default
 
-# Normalisations whose running statistics training changes, though their schemas do not say so.
+# Normalisations whose running statistics change in training, although their schemas do not say so.
 _STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 
 
@@ -29,15 +29,15 @@ def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return True if two calls of the operator may have different results."""
+    """Return True if two calls of the operator may give different results."""
     if not isinstance(node.target, OpOverload):
         return False
-    # Not every operator of dropout has the tag.
+    # Not every dropout operator has the tag.
     return torch.Tag.nondeterministic_seeded in node.target.tags or "dropout" in str(node.target)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return True if the node makes no tensor: it is a view of another node's memory, or one of several results."""
+    """Return True if the node allocates no tensor: it is a view of another node's memory, or one of several results."""
     if node.target in (operator.getitem, aten._unsafe_view.default):
         return True
     return isinstance(node.target, OpOverload) and any(
@@ -46,7 +46,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Return True if an operator changes numbers of an operand in place, by its schema."""
+    """Return True if an operator changes an operand's numbers in place, by its schema."""
     return isinstance(node.target, OpOverload) and node.target is not DETACH and node.target._schema.is_mutable
 
 
@@ -64,10 +64,10 @@ def changed_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that made the memory in which the value of a node lies, or may lie."""
+    """Return the node that made the memory of a node's value, or may have made it."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
-        # An operator of several results has its memory in the results, which `getitem` takes.
+        # An operator with several results has its memory in the results, which `getitem` returns.
         if node.target is not operator.getitem and not any(result.alias_info is not None for result in returns):
             break
         node = node.args[0]
@@ -75,7 +75,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def statistics(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the running statistics that a node changes: a normalisation, or one in a region that the node calls."""
+    """Yield the running statistics that a normalisation changes, or one in a region that the node calls."""
     if node.target in _STATISTICS:
         _, _, _, *running, training = node.args[:6]
         if training:
@@ -104,8 +104,8 @@ def graphs_of(module: fx.GraphModule) -> list[fx.Graph]:
 
 
 def operands_first(root: fx.Node, is_wanted: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """Yield a node behind the operands that are wanted and theirs; no operand that was yielded may be wanted again."""
-    # Depth first with an explicit stack: chains of operators may be longer than Python's recursion limit.
+    """Yield a node after its wanted operands, recursively; an operand must not be wanted again once it was yielded."""
+    # Depth first with an explicit stack: chains of operators may exceed Python's recursion limit.
     stack = [(root, iter(root.all_input_nodes))]
     while stack:
         node, operands = stack[-1]

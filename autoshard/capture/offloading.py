@@ -1,8 +1,8 @@
-"""Values that are moved to the host between the half of the step that makes them and the half that reads them.
+"""Values that are moved to the host from the half of the step that makes them to the half that reads them.
 
-Offloading rewrites the joint graph before anything is planned, as recomputation does: a copy to the host where the
-value is made, and a copy back where the backward half first reads it. Both are operators, which are placed, priced and
-accounted for like all others. Between them the device holds nothing.
+Offloading rewrites the joint graph before planning, as recomputation does: it inserts a copy to the host where the
+value is made, and a copy back where the backward half first reads it. Both are operators with placements, prices and
+memory like all others. In between, the device does not hold the value.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from autoshard.capture.joint_graph import JointGraph
 from autoshard.capture.nodes import is_view
 from autoshard.errors import PlanError
 
-_SMALL_FACTOR = 64  # a value so many times smaller than the largest one of those asked for stays: a copy has a cost
+_SMALL_FACTOR = 64  # a value this many times smaller than the largest requested one stays: a copy has a fixed cost
 
 HOST_NAME = "{}_to_host"
-"""Name of the copy to the host of the value of this name."""
+"""Name of the copy of a value to the host, by the value's name."""
 
 DEVICE_NAME = "{}_to_device"
-"""Name of its copy back."""
+"""Name of the copy back."""
 
 
 def offload_values(graph: JointGraph, names: Collection[str]) -> JointGraph:
     """Return the graph in which some values are moved to the host until the backward half reads them.
 
-    What the backward half reads of views of these values, it reads of the same views of the copy. A value that the
-    backward half does not read, since it runs the readers' operands again, stays where it is.
+    Reads of views of these values in the backward half become reads of the same views of the copy. A value that the
+    backward half does not read, because it recomputes the readers' operands, is not moved.
 
     Args:
-        graph: the captured step, in which operators may run again; it stays as it is.
-        names: of values, as `movable_values` names them, besides those that are moved already; without names, the graph
-            itself is returned.
+        graph: the captured step, in which operators may be recomputed; it is not changed.
+        names: values, as named by `movable_values`, besides those already moved; without names, the graph itself is
+            returned.
 
     Raises:
         PlanError: the graph has no such value that can be moved.
@@ -53,7 +53,7 @@ def offload_values(graph: JointGraph, names: Collection[str]) -> JointGraph:
             "made for another model, or by another version of autoshard. Make the plan again."
         )
     asked = {*names, *graph.offloaded}
-    # A copy, since a search compares graphs with and without moves.
+    # A copy, because a search compares graphs with and without moves.
     copy, at = copy_graph(unmoved)
     moved = [at[node] for name, node in movable.items() if name in asked]
     run_again(copy, {view for node in moved for view in _forward_views(copy, node)})
@@ -68,12 +68,12 @@ def offload_values(graph: JointGraph, names: Collection[str]) -> JointGraph:
 def movable_values(graph: JointGraph, read: bool = True) -> dict[str, fx.Node]:
     """Return the nodes whose values can be moved to the host, by name, in the order in which they are made.
 
-    They are the tensors that the forward half makes and the backward half reads, themselves or views of them. Not among
-    them are what the step is given or returns, which is held in any case, what the user keeps, and single numbers.
+    They are the tensors that the forward half makes and the backward half reads, directly or through views. Excluded
+    are what the step is given or returns, which is held in any case, what the user keeps, and single numbers.
 
     Args:
         graph: the step.
-        read: False to return also what the backward half does not read.
+        read: False to include values that the backward half does not read.
     """
     unmoved = graph if graph.unmoved is None else graph.unmoved
     returned = {base_in_memory(output.node) for output in unmoved.outputs if output.node is not None}
@@ -96,7 +96,7 @@ def movable_values(graph: JointGraph, read: bool = True) -> dict[str, fx.Node]:
 
 
 def base_in_memory(node: fx.Node) -> fx.Node:
-    """Return the node in whose memory a node's tensor lies; results of one operator have memory of their own."""
+    """Return the node that owns the memory of a node's tensor; each result of an operator owns its memory."""
     while is_view(node):
         source = node.all_input_nodes[0]
         if not isinstance(source.meta.get("val"), torch.Tensor) and not is_view(source):
@@ -119,13 +119,13 @@ def _is_read_backward(graph: JointGraph, node: fx.Node) -> bool:
 
 
 def _move(graph: JointGraph, node: fx.Node) -> None:
-    """Have the backward half read a value from a copy of what the host holds."""
+    """Let the backward half read a value from a copy of the host's copy."""
     readers = [user for user in node.users if user.op == "call_function" and graph.phase(user) == "backward"]
     if not readers:
         return
     with graph.graph.inserting_after(node):
         host = graph.graph.create_node("call_function", TO_HOST, (node,), name=HOST_NAME.format(node.name))
-    # Nodes compare by their places.
+    # Nodes compare by their positions.
     with graph.graph.inserting_before(min(readers)):
         copy = graph.graph.create_node("call_function", TO_DEVICE, (host,), name=DEVICE_NAME.format(node.name))
     host.meta = dict(node.meta)
@@ -135,8 +135,8 @@ def _move(graph: JointGraph, node: fx.Node) -> None:
 
 
 def values_of_modules(graph: JointGraph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """Return the names of the values that are worth a move among those that some nodes save for the backward half."""
-    # By name: the nodes may be of the graph with moves.
+    """Return the names of values worth moving among those that some nodes save for the backward half."""
+    # By name: the nodes may belong to the graph with moves.
     names = {node.name for node in nodes}
     chosen = {name: node.meta["val"] for name, node in movable_values(graph).items() if name in names}
     sizes = {name: value.numel() * value.element_size() for name, value in chosen.items()}

@@ -1,4 +1,4 @@
-"""What autograd knows of the outputs of a call on one device: which require gradients, and which others they are of."""
+"""Autograd state of a call's outputs on one device: which require gradients, and their ancestors among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.capture.export import Exported
 from autoshard.capture.nodes import graphs_of
 
 Edge = tuple[Any, int]
-"""A node of autograd and one of its outputs; for a leaf, the tensor and 0."""
+"""An autograd node and the index of its output; for a leaf, the tensor and 0."""
 
 TensorKey = tuple[str, str]
 """The kind of a tensor, such as "output" or "input", and its name."""
@@ -23,16 +23,16 @@ TensorKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class OutputHistories:
-    """The autograd state that one device gives to the outputs of a call.
+    """The autograd state of a call's outputs on one device.
 
     Attributes:
         differentiable: names of the outputs that require gradients.
         ancestors: for outputs that autograd computes from others, the names of these, nearest first or last.
-        memory: for outputs and inputs, by kind and name, a number that those in the same memory share.
-        same: for outputs that are another output or an input itself, the kind and the name of that.
+        memory: for outputs and inputs, by kind and name, a number shared by those in the same memory.
+        same: for outputs that are another output or an input itself, its kind and name.
         entangled: names of the outputs that require gradients and share memory with another such tensor, as views and
-            returned parameters do: on one device, a change of one in place is in the history of all.
-        of_parameters: for outputs in memory of a parameter, its name.
+            returned parameters do: on one device, an in-place change of one is in the history of all.
+        of_parameters: for outputs that share a parameter's memory, its name.
     """
 
     differentiable: frozenset[str] = frozenset()
@@ -44,22 +44,22 @@ class OutputHistories:
 
 
 class HistoryWatch:
-    """Function of the outputs of a graph that is traced, called in each of its runs, which notes their histories.
+    """A function of the outputs of a traced graph, called in each of its runs, which records their histories.
 
     Args:
-        names: of the outputs.
+        names: the names of the outputs.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.differentiable: frozenset[str] = frozenset()
         self.ancestors: dict[str, tuple[str, ...]] = {}
-        # The name that a call of the watch has in the code of a graph.
+        # The name of a call of the watch in a graph's code.
         self.__name__ = "note_histories"
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         edges = {name: _edge(tensor) for name, tensor in zip(self.names, tensors, strict=False) if tensor.requires_grad}
-        # Outputs that nothing is computed for, such as flags, have no history in any run.
+        # Outputs without computation, such as flags, have no history in any run.
         if not edges:
             return
         self.differentiable = frozenset(edges)
@@ -72,7 +72,7 @@ def _edge(tensor: torch.Tensor) -> Edge:
 
 def _ancestors(edges: Mapping[str, Edge]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the outputs that are computed from others, and the names of these."""
-    # Compared by identity: tensors have no equality. The nodes live as long as the outputs do.
+    # By identity, because tensors compare elementwise. The nodes live as long as the outputs do.
     key_of = {name: (id(node), place) for name, (node, place) in edges.items()}
     for name, (start, _) in edges.items():
         if isinstance(start, torch.Tensor):
@@ -106,7 +106,7 @@ def histories_of(exported: Exported, watch: HistoryWatch) -> OutputHistories:
             memory[key] = numbers.setdefault(storage_of(value), len(numbers))
         original = first.setdefault(node, key)
         if original[0] not in ("input", "output"):
-            # Parameters and buffers have other forms than outputs, which are one tensor all the same.
+            # An output is never the object of a parameter or buffer, but several such outputs are one object.
             first[node] = key
         elif original is not key:
             same[key[1]] = original

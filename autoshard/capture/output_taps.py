@@ -1,4 +1,4 @@
-"""Taps at outputs of a forward graph, whose gradients are those of the other outputs for these."""
+"""Taps: inputs added to outputs, whose gradients are those of other outputs with respect to these outputs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from autoshard.errors import CaptureError
 aten = torch.ops.aten
 
 TAP = "tap of "
-"""The name of a tap begins with this; the name of the output follows."""
+"""The name of a tap: this prefix and the name of the output."""
 
 
 def with_taps(exported: Exported, names: Sequence[str]) -> Exported:
-    """Return the graph with zeros, a new input each, added to outputs where others are computed from them.
+    """Add zeros, a new input each, to outputs from which others are computed, and return the graph.
 
-    The new inputs come last, in the order of the names, and are the only ones that require gradients.
+    The new inputs are last, in the order of the names, and are the only ones that require gradients.
 
     Args:
         exported: the forward graph; changed.
-        names: of the outputs.
+        names: the names of the outputs.
 
     Raises:
-        CaptureError: an output lies in memory that the graph changes in place, where its gradient has no place.
+        CaptureError: the graph changes an output's memory in place, so its gradient is not defined.
     """
     graph = exported.graph
     changed = {memory: node for node in graph.nodes for memory in changed_memory(node)}
@@ -48,7 +48,7 @@ def with_taps(exported: Exported, names: Sequence[str]) -> Exported:
                 f"gradient of another output for {name} is asked for. Write it without the change, as in y = y + 1 in "
                 "place of y += 1."
             )
-        # That of all inputs, which is not the export's own.
+        # The mode of all inputs, which is not the export's own.
         with mode:
             fake = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         with graph.inserting_after(last):

@@ -1,8 +1,8 @@
-"""`nn.TransformerEncoder` in evaluation: zeros at padded positions, which torch packs away.
+"""`nn.TransformerEncoder` in evaluation: zeros at padded positions, which torch removes by packing.
 
-Where nothing takes gradients, torch's encoder runs its layers on nested tensors without the padded positions, and fills
-these with zeros behind the last layer. No graph holds nested tensors. So the layers run on whole tensors, where no
-position reads a padded one, and the zeros are filled in.
+Without gradients, torch's encoder runs its layers on nested tensors without the padded positions, and fills these with
+zeros after the last layer. No graph can hold nested tensors. So the layers run on whole tensors, where no position
+reads a padded one, and the zeros are filled in afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def capturable_encoder() -> Iterator[None]:
 
 
 def _packs(encoder: Any, src: Tensor) -> bool:
-    """Return True if torch's encoder leaves out padded positions, when it has a mask of them alone."""
+    """Return True if torch's encoder would omit padded positions, given only a padding mask."""
     layer = encoder.layers[0]
     allowed = torch.backends.mha.get_fastpath_enabled() and getattr(encoder, "use_nested_tensor", False)
     if not allowed or layer.training or src.dim() != 3 or torch.is_autocast_enabled():
@@ -49,13 +49,13 @@ def _packs(encoder: Any, src: Tensor) -> bool:
 
 
 def _run_padded(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
-    """Run an encoder whose padded positions are zeros before its last norm."""
+    """Run an encoder, with zeros at padded positions before its last norm."""
     output = src
     for layer in encoder.layers:
         output = layer(output, src_key_padding_mask=padding)
     padded = padding.bool()
     if getattr(encoder, "mask_check", True):
-        # torch leaves nothing out unless all padding of the batch is behind its rows.
+        # torch omits nothing unless all padding is at the end of the rows.
         lengths = padded.logical_not().sum(1, keepdim=True)
         behind = torch.arange(padded.shape[1], device=padded.device) >= lengths
         padded = padded & (padded == behind).all()

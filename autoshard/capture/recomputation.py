@@ -1,8 +1,8 @@
-"""Layers of a model, modules that are the same layer again, and recomputation of layers by the backward half.
+"""Layers of a model, modules that are equal layers, and recomputation of layers in the backward half.
 
-Recomputation rewrites the joint graph before anything is planned: copies of a layer's operators, in the backward half,
-compute from the inputs of the layer what the backward half reads of it, just before it is needed, and their tensors are
-not kept. The copies are placed, priced and accounted for like all operators, their collectives with them.
+Recomputation rewrites the joint graph before planning: copies of a layer's operators in the backward half recompute
+what it reads of the layer from the layer's inputs, just before it is needed, so that these tensors are not kept. The
+copies, and their collectives, have placements, prices and memory like all operators.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ aten = torch.ops.aten
 
 Key = TypeVar("Key")
 
-_MIN_OPERATORS = 3  # operators that a layer has on average: lists of single operators say nothing of layers
-_UNCUTTABLE_BYTES = 10**18  # more than any tensor has: no cut parts an operator of several results from its getitems
+_MIN_OPERATORS = 3  # the minimum of operators per layer, on average: lists of single operators do not show layers
+_UNCUTTABLE_BYTES = 10**18  # more than any tensor: cuts do not separate an operator from the getitems of its results
 # A part of a path that is a number.
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 PREPARATIONS = frozenset(
     (
-        operator.getitem,  # one of several parameters that were gathered together
-        aten._to_copy.default,  # the cast of a policy of precisions
+        operator.getitem,  # one of several parameters gathered together
+        aten._to_copy.default,  # the cast of a mixed precision policy
         aten.alias.default,
         aten.clone.default,
         aten.constant_pad_nd.default,  # uneven shards
@@ -56,7 +56,7 @@ PREPARATIONS = frozenset(
         aten.view_as_real.default,
     )
 )
-"""Cheap calls of one operand, through which a parameter may pass before it is gathered."""
+"""Cheap calls with one operand that may come between a parameter and its gathering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,21 @@ class Layer:
 def layers(graph: JointGraph) -> tuple[Layer, ...]:
     """Return the layers of a model, in the order in which they run.
 
-    Layers are the elements of the module's lists and sequences, outermost first, as long as none of them is most of the
-    model. If these show no layers (a module called many times, a sequence of single operators), the forward half is cut
-    at places where few bytes cross: n operators into about sqrt(n) parts.
+    Layers are the elements of the module's lists and sequences, outermost first, provided that none of them is most of
+    the model. If these show no layers (a module called many times, a sequence of single operators), the forward half is
+    cut where few bytes cross: n operators into about sqrt(n) parts.
     """
-    # Copies to the host are no work of the model: its layers, and their names, are those of the graph without them.
+    # Copies to the host are not part of the model: the layers, and their names, are those of the graph without them.
     nodes = [
         node
         for node in graph.graph.nodes
         if node.op == "call_function" and graph.phase(node) == "forward" and node.target is not TO_HOST
     ]
-    # The results of an operator belong to the module of the operator.
+    # Results of an operator belong to the operator's module.
     callers = {node: node.all_input_nodes[0] if node.target is operator.getitem else node for node in nodes}
     groups = group_by_list_element({node: graph.module_path(caller) for node, caller in callers.items()})
     candidates = [Layer(name, tuple(members)) for name, members in groups.items()]
-    # Lists that hold less than half of the work are parts of layers, such as experts, or lie beside them.
+    # Lists with less than half of the work are parts of layers, such as experts, or beside them.
     inside = sum(_compute_count(layer.nodes) for layer in candidates)
     if len(candidates) > 1 and inside >= max(_MIN_OPERATORS * len(candidates), _compute_count(nodes) / 2):
         return tuple(candidates)
@@ -97,7 +97,7 @@ def layers(graph: JointGraph) -> tuple[Layer, ...]:
 
 
 def parameter_layers(graph: JointGraph) -> dict[str, str]:
-    """Return the path of each parameter's layer: the element of a list that holds it, or else its module."""
+    """Return the path of each parameter's layer: the list element that holds it, or else its module."""
     modules = {source.name: source.name.rpartition(".")[0] for source in graph.inputs if source.kind == "parameter"}
     groups = group_by_list_element(modules)
     return modules | {name: layer for layer, names in groups.items() for name in names}
@@ -113,7 +113,7 @@ def group_by_list_element(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
     Args:
         paths: nodes or names of parameters, with the paths of their modules.
     """
-    # The parts of a path that end in an index, shortest first: `layers.3.experts.0` has `layers.3`, then itself.
+    # Prefixes that end in an index, shortest first: `layers.3.experts.0` has `layers.3`, then itself.
     prefixes = {key: [path[: match.end()] for match in _INDEX.finditer(path)] for key, path in paths.items()}
     sizes = Counter(prefix for parts in prefixes.values() for prefix in parts)
     groups: dict[str, list[Key]] = {}
@@ -126,15 +126,15 @@ def group_by_list_element(paths: Mapping[Key, str]) -> dict[str, list[Key]]:
 
 def _parts(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
     """Cut n operators into about sqrt(n) parts, at places where few bytes cross."""
-    # Of n operators in k parts, k tensors are kept between parts, and n / k inside of the one that is recomputed: the
-    # sum is least for k = sqrt(n).
+    # With n operators in k parts, k tensors between parts are kept, and n / k inside the part being recomputed: the sum
+    # is smallest for k = sqrt(n).
     count = math.isqrt(_compute_count(nodes))
     if count < 2:
         return
     crossing = _crossing_bytes(nodes)
     start, step = 0, len(nodes) / count
     for number in range(1, count):
-        # Each cut is within a quarter of a part around its even place, where the fewest bytes cross.
+        # Each cut is within a quarter of a part of its even place, where the fewest bytes cross.
         low, high = (round((number + side / 4) * step) for side in (-1, 1))
         end = min(range(max(low, start + 1), max(high, start + 1) + 1), key=lambda place: crossing[place])
         yield tuple(nodes[start:end])
@@ -175,7 +175,7 @@ def repeated_modules(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> tup
 
     Args:
         graph: the joint graph.
-        work: for every node that counts, a key that is equal for nodes of the same work in the same half of the step.
+        work: for every relevant node, a key that is equal for nodes with the same work in the same half of the step.
     """
     members = _members(graph, work)
     groups: defaultdict[tuple[str, tuple[Hashable, ...]], list[str]] = defaultdict(list)
@@ -188,12 +188,12 @@ def repeated_modules(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> tup
         for (pattern, _), paths in groups.items()
         if len(paths) > 1
     ]
-    # Stable: modules of one depth stay in the order of the graph.
+    # A stable sort: modules of equal depth keep the order of the graph.
     return tuple(sorted(repeated, key=lambda module: module.pattern.count(".")))
 
 
 def _members(graph: JointGraph, work: Mapping[fx.Node, Hashable]) -> dict[str, list[fx.Node]]:
-    """Return the nodes below every module path, in graph order; paths are ordered by index, not alphabetically."""
+    """Return the nodes below every module path, in graph order; paths are sorted by index, not alphabetically."""
     below: defaultdict[str, list[fx.Node]] = defaultdict(list)
     prefixes: dict[str, tuple[str, ...]] = {}
     for node in graph.graph.nodes:
@@ -215,18 +215,18 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split(".")]
 
 
-# Operators of two tensors whose results a rounding may change: the gradient of `amax` goes where `input == result`.
+# Operators of two tensors whose results depend on rounding: the gradient of `amax` goes where `input == result`.
 _COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputable:
-    """A layer that the backward half can run again.
+    """A layer that the backward half can recompute.
 
     Attributes:
-        name: of the layer.
-        freed: forward nodes whose tensors need not be kept if the layer is run again.
-        rerun: forward nodes that are then run again.
+        name: the name of the layer.
+        freed: forward nodes whose tensors need not be kept if the layer is recomputed.
+        rerun: forward nodes that are recomputed then.
     """
 
     name: str
@@ -235,23 +235,23 @@ class Recomputable:
 
 
 def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection[str] = ()) -> JointGraph:
-    """Return the graph in which the backward half runs some layers, or single operators, again.
+    """Return the graph in which the backward half recomputes some layers or single operators.
 
-    The inputs and outputs of these layers are kept; all other tensors that the backward half reads of them are computed
-    again. A view of a tensor that is kept is taken again. Operators that read an input which the step changes are not
-    run again: its old value is gone. Tensors that are compared with others are not computed again: computed from other
-    shards they may be rounded differently, and no longer equal what they equalled. Values that are moved to the host
-    are not computed again, and what runs again reads them there.
+    The inputs and outputs of these layers are kept; all other tensors that the backward half reads of them are
+    recomputed. A view of a kept tensor is taken again. Operators that read an input which the step changes are not
+    recomputed, because its old value is gone. Tensors that are compared with others are not recomputed: from other
+    shards they may be rounded differently, and no longer equal what they equalled. Values moved to the host are not
+    recomputed, and recomputation reads them there.
 
     Args:
-        graph: the captured step; it stays as it is.
-        names: of the layers, as `layers` names them, or of operators: with the results that `rerunnable` has of them,
-            or else without, which have names of their own. They add to what runs again in the graph; without names,
-            the graph itself is returned.
-        kept: names of values that are not computed again.
+        graph: the captured step; it is not changed.
+        names: layers, as named by `layers`, or operators: with the results that `rerunnable` lists for them, or else
+            without, since these have their own names. They add to what the graph recomputes already; without names, the
+            graph itself is returned.
+        kept: names of values that are not recomputed.
 
     Raises:
-        PlanError: the model has no such layer, and no such operator that can run again.
+        PlanError: the model has no such layer, or no such operator that can be recomputed.
     """
     if not names:
         return graph
@@ -274,7 +274,7 @@ def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection
             )
         for name in single:
             made_again |= again[name]
-    # A copy, since a search compares graphs with and without recomputation.
+    # A copy, because a search compares graphs with and without recomputation.
     copy, at = copy_graph(graph)
     run_again(copy, {at[node] for node in made_again if node.name not in kept})
     copy.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
@@ -284,13 +284,13 @@ def recompute_layers(graph: JointGraph, names: Collection[str], kept: Collection
 
 
 def captured_step(graph: JointGraph) -> JointGraph:
-    """Return the step in which nothing runs again or is moved, of which a graph was made."""
+    """Return the original step of a graph, in which nothing is recomputed or moved."""
     graph = graph if graph.unmoved is None else graph.unmoved
     return graph if graph.run_once is None else graph.run_once
 
 
 def forms_of(graph: JointGraph) -> Iterator[JointGraph]:
-    """Yield a graph, and those of which it was made: without moves, and without second runs."""
+    """Yield a graph, and the graphs from which it was made: without moves, and without recomputation."""
     yield graph
     for earlier in (graph.unmoved, graph.run_once):
         if earlier is not None:
@@ -298,11 +298,11 @@ def forms_of(graph: JointGraph) -> Iterator[JointGraph]:
 
 
 def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Collection[str]) -> JointGraph:
-    """Return the graph that a plan's decisions are of. A plan counts more than what the user keeps.
+    """Return the graph to which a plan's decisions apply. The plan takes precedence over what the user keeps.
 
     Args:
-        graph: the captured step, whatever runs again or is moved in it.
-        recomputed: what the backward half of the plan runs again, as for `recompute_layers`.
+        graph: the captured step, whatever it already recomputes or moves.
+        recomputed: what the plan recomputes in the backward half, as for `recompute_layers`.
         offloaded: the values that the plan moves to the host, as for `offload_values`.
 
     Raises:
@@ -315,10 +315,10 @@ def graph_of_plan(graph: JointGraph, recomputed: Collection[str], offloaded: Col
 
 
 def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
-    """Return, by the name of every operator that the backward half can run again, its node with those of its results.
+    """Return, by name, the operators that the backward half can recompute, each as its node and those of its results.
 
-    They are the operators inside of layers: a layer's outputs are kept, so that no chain of operators that run again
-    is longer than a layer.
+    They are the operators inside layers: outputs of layers are kept, so that no chain of recomputed operators is longer
+    than a layer.
     """
     found: dict[str, set[fx.Node]] = {}
     known = None if graph.unmoved is None else rerunnable(graph.unmoved)
@@ -331,30 +331,30 @@ def rerunnable(graph: JointGraph) -> dict[str, set[fx.Node]]:
 
 
 def names_of_region(graph: JointGraph, nodes: Collection[fx.Node], without: Collection[fx.Node] = ()) -> list[str]:
-    """Return the names, for `recompute_layers`, of what the backward half makes again of a region of the forward half.
+    """Return the names, for `recompute_layers`, of what the backward half recomputes of a region of the forward half.
 
-    What is made inside and used outside by the forward half is kept, like the outputs of a layer.
+    Values that are used outside the region in the forward half are kept, like the outputs of a layer.
 
     Args:
         graph: the captured step.
-        nodes: of the forward half.
-        without: those of them that do not run again.
+        nodes: nodes of the forward half.
+        without: those of them that are not recomputed.
     """
     members = tuple(node for node in graph.graph.nodes if node in nodes)
     return names_to_run_again(graph, _nodes_to_recompute(graph, Layer("", members)).difference(without))
 
 
 def names_to_run_again(graph: JointGraph, nodes: Collection[fx.Node]) -> list[str]:
-    """Return the names, for `recompute_layers`, of those of some nodes that the backward half needs."""
+    """Return the names, for `recompute_layers`, of those nodes that the backward half needs."""
     needed = pending_nodes((node for node in nodes if _is_read_backward(graph, node)), nodes)
     known = rerunnable(graph)
-    # The results of an operator in a layer go by its name, but for those that leave the layer.
+    # The results of an operator in a layer are named with it, except those used outside the layer.
     of_operators = {result for node in needed for result in known.get(node.name, ()) if result is not node}
     return [node.name for node in graph.graph.nodes if node in needed and node not in of_operators]
 
 
 def recomputable(graph: JointGraph) -> tuple[Recomputable, ...]:
-    """Return the layers of which the backward half could recompute something that it reads, in the model's order."""
+    """Return the layers of which the backward half could recompute a value that it reads, in the model's order."""
     results = []
     for layer in layers(graph):
         again = _nodes_to_recompute(graph, layer)
@@ -376,7 +376,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _base(node: fx.Node, again: Collection[fx.Node]) -> fx.Node:
-    """Return the node in whose memory a node's tensor lies, as far as it is computed again."""
+    """Return the node that owns the memory of a node's tensor, as far as it is recomputed."""
     while is_view(node) and not _is_tuple(node.all_input_nodes[0]) and node.all_input_nodes[0] in again:
         node = node.all_input_nodes[0]
     return node
@@ -399,13 +399,13 @@ def _nodes_to_recompute(graph: JointGraph, layer: Layer) -> set[fx.Node]:
 
 
 def _may_run_again(graph: JointGraph) -> set[fx.Node]:
-    """Return all nodes of the forward half whose results need not be kept, if no layer's are."""
+    """Return all nodes of the forward half whose results need not be kept, without regard to layers."""
     nodes = (node for node in graph.graph.nodes if node.op == "call_function" and _forward(graph, node))
     return _nodes_to_recompute(graph, Layer("", tuple(nodes)))
 
 
 def _old_state_readers(graph: JointGraph, layer: Layer) -> set[fx.Node]:
-    """Return the nodes of a layer that read an input that the step changes, itself or a view of it."""
+    """Return the nodes of a layer that read an input that the step changes, directly or through a view."""
     changed = {output.name for output in graph.outputs if output.kind == "mutation"}
     old = {source.node for source in graph.inputs if source.name in changed and source.kind != "tangent"}
     readers: set[fx.Node] = set()
@@ -419,7 +419,7 @@ def _old_state_readers(graph: JointGraph, layer: Layer) -> set[fx.Node]:
 
 
 def _is_compared(graph: JointGraph, node: fx.Node) -> bool:
-    """Return True if a forward node compares numbers of two tensors, or the backward half compares its numbers."""
+    """Return True if a forward node compares two tensors, or the backward half compares the node's tensor."""
     return _compares(node) or any(
         not _forward(graph, user) and (_compares(user) or (is_view(user) and _is_compared(graph, user)))
         for user in _users(node)

@@ -1,4 +1,4 @@
-"""The releases of torch that the library was tried with."""
+"""The releases of torch that the library was tested with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from autoshard.errors import warn_caller
 
 NEWEST_TRIED = (2, 14)
-"""Major and minor number of the newest release that was tried; docs/compatibility.md tells which tests were run."""
+"""Major and minor number of the newest tested release; docs/compatibility.md lists the tests."""
 
 
 @functools.cache
 def warn_of_untried_release(release: str = torch.__version__) -> None:
-    """Warn, once for each release, if torch is newer than the newest release that was tried."""
+    """Warn, once per release, if torch is newer than the newest tested release."""
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers is None or tuple(map(int, numbers.groups())) <= NEWEST_TRIED:
         return

@@ -16,21 +16,21 @@ from torch import nn
 
 from autoshard.capture.python.guards import is_plain
 
-# Attributes of a module that are no settings of its own.
+# Attributes of a module that are not its settings.
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _INDEX = re.compile(r"\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Elements of one list of modules that repeat: `count` periods of `period` elements, from `start` on.
+    """Repeated elements of a list of modules: `count` periods of `period` elements, from `start` on.
 
     Attributes:
-        path: of the list; empty if it is the root module.
-        start: elements before the first period.
-        period: elements of a period, such as 2 if every second layer has experts.
-        count: periods.
-        size: elements of the list.
+        path: the path of the list; empty for the root module.
+        start: the number of elements before the first period.
+        period: the number of elements per period, such as 2 if every second layer has experts.
+        count: the number of periods.
+        size: the number of elements of the list.
     """
 
     path: str
@@ -41,42 +41,42 @@ class Repetition:
 
 
 class LayerPlace(NamedTuple):
-    """A period of one of several repetitions, both by their numbers."""
+    """A period of a repetition, both by index."""
 
     repetition: int
     period: int
 
 
 class Depth:
-    """Paths of a module whose repetitions have a number of periods.
+    """Paths of a module whose repetitions have a given number of periods.
 
     Args:
-        repetitions: those that are cut or continued.
-        count: periods of each.
+        repetitions: the repetitions to shorten or continue.
+        count: the number of periods of each.
     """
 
     def __init__(self, repetitions: Sequence[Repetition], count: int) -> None:
         self.repetitions = tuple(repetitions)
         self.count = count
-        # Paths are those of all nodes, of which a module has many.
+        # Cached: paths come from all nodes, of which a module has many.
         self._locate = functools.cache(self._locate_uncached)
         self._move = functools.cache(self._move_uncached)
 
     def locate(self, path: str) -> tuple[LayerPlace | None, str]:
-        """Return the period to which a path belongs, and a text that is equal for corresponding paths.
+        """Return the period of a path, and a text that is equal for corresponding paths.
 
-        Paths correspond that are the same part of different periods, or the same part behind the last period. The path
-        of a tensor or a module may be given.
+        Paths correspond if they are the same part of different periods, or the same part after the last period. The
+        path may be that of a tensor or of a module.
         """
         return self._locate(path)
 
     def move(self, path: str, period: int | None, count: int) -> str:
-        """Return the corresponding path in another period, in a module of another number of periods.
+        """Return the corresponding path in another period of a module with another number of periods.
 
         Args:
-            path: of a module or tensor.
-            period: the new one; None for a path outside of all periods.
-            count: periods of the other module.
+            path: the path of a module or tensor.
+            period: the new period; None for a path outside all periods.
+            count: the number of periods of the other module.
         """
         return self._move(path, period, count)
 
@@ -97,7 +97,7 @@ class Depth:
         return f"{head}{index}{_INDEX.sub('', path[len(head) :], count=1)}"
 
     def _element(self, path: str) -> tuple[int, int] | None:
-        """Return the number of the repetition in whose list a path lies, and its index there."""
+        """Return the index of the repetition whose list contains a path, and the path's index in the list."""
         for number, repetition in enumerate(self.repetitions):
             head = f"{repetition.path}." if repetition.path else ""
             if path.startswith(head) and (match := _INDEX.match(path, len(head))):
@@ -122,14 +122,14 @@ class Depth:
 
 
 def find_repetitions(module: nn.Module, least: int) -> tuple[Repetition, ...]:
-    """Return repetitions of one number of periods, those with the most layers together.
+    """Return repetitions with equal numbers of periods: those with the most layers in total.
 
-    Layers repeat that have the same classes, plain attributes, parameters and buffers, but for attributes that count
-    the layers. What else a call of a layer depends on is not seen here.
+    Repeated layers have the same classes, plain attributes, parameters and buffers, except for attributes that count
+    the layers. Other influences on a layer's call are not visible here.
 
     Args:
         module: the module.
-        least: periods.
+        least: the minimum number of periods.
     """
     found: list[Repetition] = []
     for path, part in module.named_modules():
@@ -146,14 +146,14 @@ def find_repetitions(module: nn.Module, least: int) -> tuple[Repetition, ...]:
 
 
 def _repetition_in(path: str, elements: Sequence[nn.Module]) -> Repetition | None:
-    """Return the longest repetition among the elements of a list, of the shortest period that is as long."""
+    """Return the longest repetition of a list's elements; of equally long ones, that with the shortest period."""
     if len(elements) < 2 or len({id(element) for element in elements}) < len(elements):
         return None
     keys = _keys(elements)
     best: Repetition | None = None
     for period in range(1, len(keys) // 2 + 1):
         length = start = 0
-        # Elements before which `length` others equal the one a period before them.
+        # `length` consecutive elements up to here equal those one period earlier.
         for index in range(period, len(keys) + 1):
             if index < len(keys) and keys[index] == keys[index - period]:
                 length += 1
@@ -167,7 +167,7 @@ def _repetition_in(path: str, elements: Sequence[nn.Module]) -> Repetition | Non
 
 
 def _keys(elements: Sequence[nn.Module]) -> list[Hashable]:
-    """Return a key of every element, equal for elements that are equal but for attributes that count them."""
+    """Return a key of every element, equal for elements that differ at most in attributes that count them."""
     settings = [dict(_settings(element)) for element in elements]
     names = dict.fromkeys(name for each in settings for name in each)
     counting = {name for name in names if _is_counting([each[name] for each in settings if name in each])}
@@ -178,7 +178,7 @@ def _keys(elements: Sequence[nn.Module]) -> list[Hashable]:
 
 
 def _is_counting(values: Sequence[object]) -> bool:
-    """Return True for whole numbers that grow from each to the next."""
+    """Return True for strictly increasing integers."""
     numbers = [value for value in values if type(value) is int]
     return len(numbers) == len(values) > 1 and all(map(lt, numbers, numbers[1:]))
 
@@ -196,12 +196,12 @@ def _is_plain_sequence(value: object) -> bool:
 
 
 def _structure(element: nn.Module) -> Hashable:
-    """Return the classes of the modules of a layer, their hooks, and the tensors that they hold."""
+    """Return the classes, hooks and tensors of a layer's modules."""
     parts = []
     for path, part in element.named_modules():
         tensors = (*part._parameters.items(), *part._buffers.items(), *vars(part).items())
         tables = [(name, table) for name, table in vars(part).items() if name.endswith("_hooks")]
-        # What hooks of the backward half do is seen in no record of forward: other hooks make other layers.
+        # No record of forward shows the effects of backward hooks, so layers with different ones are different.
         hooks = tuple(tuple(map(id, table.values())) if "backward" in name else len(table) for name, table in tables)
         held = tuple(
             (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
@@ -214,7 +214,7 @@ def _structure(element: nn.Module) -> Hashable:
 
 @contextlib.contextmanager
 def with_periods(module: nn.Module, repetitions: Sequence[Repetition], count: int) -> Iterator[nn.Module]:
-    """Context in which the repetitions of a module have their first `count` periods; the module is returned."""
+    """Context in which the repetitions of a module have only their first `count` periods; yields the module."""
     lists = [module.get_submodule(repetition.path) for repetition in repetitions]
     before = [dict(part._modules) for part in lists]
     for part, repetition in zip(lists, repetitions, strict=True):

@@ -1,6 +1,6 @@
-"""What stands for torch's functions in captured graphs: operators of our own, which the room `operators` installs.
+"""Replacements of torch's functions in captured graphs by our own operators, which the room `operators` installs.
 
-A capture knows none of these operators. It asks what is installed, and never runs without.
+A capture does not know these operators. It uses what is installed, and never runs without.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class LossReplacement(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacements:
-    """What a capture puts in the place of torch's functions, in the order in which it does.
+    """What a capture uses instead of torch's functions, in order of application.
 
     Attributes:
-        functions: by torch's function, what is called in its place while `forward` runs.
-        called_code: the same, in code that a graph calls as it is: it is never exported, so that `in_graphs` finds
-            nothing there.
-        contexts: functions that return a context for the run of `forward`.
-        in_graphs: replace nodes of an exported graph, and of each of its regions.
-        with_constants: replace nodes of an exported graph, given its constants by placeholder.
-        large_losses: replaces losses of large logits.
+        functions: by torch's function, what is called instead while `forward` runs.
+        called_code: the same for code that a graph calls as a whole: it is not exported, so `in_graphs` has no nodes to
+            replace there.
+        contexts: functions that return a context for running `forward`.
+        in_graphs: functions that replace nodes of an exported graph, and of each of its regions.
+        with_constants: functions that replace nodes of an exported graph, given its constants by placeholder.
+        large_losses: replaces losses with large logits.
     """
 
     functions: Mapping[Function, Function]
@@ -64,16 +64,16 @@ _installed: list[Replacements] = []
 
 
 def install(replacements: Replacements) -> None:
-    """Have all captures from now on use these replacements; there is one set of them in a process."""
+    """Use these replacements in all captures from now on; a process has one set of them."""
     assert not _installed, "autoshard.operators installs its replacements once"
     _installed.append(replacements)
 
 
 def current_replacements() -> Replacements:
-    """Return what is installed.
+    """Return the installed replacements.
 
     Raises:
-        RuntimeError: nothing is: a graph without our operators would have other plans, and no error.
+        RuntimeError: none are installed: a graph without our operators would get other plans, without an error.
     """
     if not _installed:
         raise RuntimeError("autoshard.capture has no operators to put into graphs: import autoshard.operators first.")
@@ -81,9 +81,9 @@ def current_replacements() -> Replacements:
 
 
 class Exportable(TorchFunctionMode):
-    """Mode in which torch's functions are those of the installed replacements.
+    """A mode in which torch's functions are replaced by the installed ones.
 
-    All tensors are made on the device of the capture.
+    All tensors are created on the device of the capture.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""A dry run that goes on past the lines at which capture stops, and so finds all of them at once."""
+"""A dry run that continues past the lines at which capture stops, and so finds all of them at once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class UncapturableLine:
-    """A line that capture stops at.
+    """A line at which capture stops.
 
     Attributes:
         module: path of the module whose forward runs the line, `""` for the root.
-        where: the line, such as `model.py:12 (if x.sum() > 0:)`; empty where it is not known.
-        what: the reason why no graph can hold the line, or the error that ended the dry run.
+        where: the line, such as `model.py:12 (if x.sum() > 0:)`; empty if unknown.
+        what: why no graph can hold the line, or the error that ended the dry run.
     """
 
     module: str
@@ -49,9 +49,9 @@ class UncapturableLine:
 class Survey:
     """The result of a dry run.
 
-    Attributes:
-        findings: the lines, in the order in which they ran, each once.
-        calls: by module path, the positional and keyword arguments of the first call, in fake tensors; modules that the
+    findings: the lines, in execution order, each once.
+        calls: by module path, the positional and keyword arguments of the first call, as fake tensors; without modules
+            that the dry run did not reach.
             dry run did not reach are absent.
     """
 
@@ -60,11 +60,11 @@ class Survey:
 
 
 def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
-    """Run a fake twin of the module once, with stand-ins where the numbers in a tensor are asked for.
+    """Run a fake twin of the module once, with substitutes wherever the numbers of a tensor are read.
 
     A condition is true at its first evaluation at a line and false from then on, so that loops end; numbers are 1;
-    sizes that depend on numbers are as large as they can be. A line without a stand-in ends the run, and is the last of
-    the findings. The module itself is not touched.
+    data-dependent sizes are as large as possible. A line without a substitute ends the run, and is the last of the
+    findings. The module itself is not touched.
 
     Args:
         module: the module; its parameters may be on several devices.
@@ -77,7 +77,7 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     mode, reachable = survey_mode(), Reachable(module)
     with outside_modes(), contextlib.ExitStack() as stack:
         twin = fake_copy(module, mode, reachable, one_device=False)
-        # The code that runs is the user's: what it changed outside of the module is changed back.
+        # The code is the user's: undo its changes outside the module.
         stack.callback(reachable.restore)
         fake_args, fake_kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: fake_like(leaf, mode), (args, dict(kwargs))
@@ -88,7 +88,7 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             with mode, stand_ins:
                 twin(*fake_args, **fake_kwargs)
         except DynamicOutputShapeException:
-            pass  # noted where it was raised
+            pass  # already noted where it was raised
         except Exception as error:
             text = next(iter(str(error).strip().splitlines()), "no further message")
             reason = fault_reason(error) if is_fault(error) else f"{type(error).__name__}: {text}"
@@ -97,12 +97,12 @@ def survey(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 class _ModuleCalls:
-    """Record of the module that runs now, and of the first call of every module."""
+    """Record of the module that is running, and of the first call of every module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.stack = [""]
         self.calls: dict[str, CallArguments] = {}
-        # Not the root, whose arguments the caller has. Hooks of the user's own may raise, so these come before them.
+        # Not the root, whose arguments the caller has. The user's hooks may raise, so these come before them.
         for path, part in module.named_modules():
             if path:
                 part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True)
@@ -117,7 +117,7 @@ class _ModuleCalls:
 
 
 class _StandIns(TorchDispatchMode):
-    """Mode that gives results to operators that need numbers, and notes the lines that asked for them."""
+    """A mode that substitutes results of operators that need numbers, and notes the lines that called them."""
 
     def __init__(self, visits: _ModuleCalls) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _StandIns(TorchDispatchMode):
         self.query_counts: Counter[str] = Counter()
 
     def note(self, what: str, where: str) -> None:
-        """Add a finding at the module that runs now, unless its line has one."""
+        """Add a finding at the running module, unless its line has one."""
         self.findings.setdefault(where or what, UncapturableLine(self.visits.stack[-1], where, what))
 
     def __torch_dispatch__(
@@ -137,14 +137,14 @@ class _StandIns(TorchDispatchMode):
         except DataDependentOutputException:
             where = running_line()
             self.note("data-dependent: a Python number, or the way at a branch, is taken from a tensor", where)
-            # Code asks for a number by this operator, for the truth of a comparison by others, such as `equal`.
+            # Code reads a number by this operator, and the truth of a comparison by others, such as `equal`.
             self.query_counts[where] += 1
             dtype = args[0].dtype if func is aten._local_scalar_dense.default else torch.bool
             first = self.query_counts[where] == 1
             return first if dtype is torch.bool else (1.0 if dtype.is_floating_point else 1)
         except DynamicOutputShapeException:
             self.note(f"data-dependent: the size of what {func} returns is taken from a tensor", running_line())
-            # As large as it can be: code behind it then sees the shapes that need most.
+            # As large as possible, so that later code sees the most demanding shapes.
             stand_in = _LARGEST.get(func)
             if stand_in is None:
                 raise

@@ -1,4 +1,4 @@
-"""Torch's symbols for dynamic sizes, taken out of a traced graph, and put back into one that is to be traced."""
+"""Torch's symbols for dynamic sizes: removed from a traced graph, and put back into one to be traced."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autoshard.size import DynamicSize, Ratio, Sizes, symbol
 def with_sizes(
     graph: fx.Graph, inputs: Sequence[tuple[str, fx.Node]], names: Mapping[str, Mapping[int, str]]
 ) -> DynamicSizes:
-    """Take the symbols out of a traced joint graph.
+    """Replace the symbols of a traced joint graph by dynamic sizes.
 
-    Afterwards fake tensors have the example's shapes, `meta["sizes"]` beside them holds shapes with dynamic sizes, and
-    arguments that were computed from sizes are `DynamicSize`s and `Ratio`s.
+    Afterwards fake tensors have the example's shapes, `meta["sizes"]` contains shapes with dynamic sizes, and arguments
+    computed from sizes are `DynamicSize`s and `Ratio`s.
 
     Args:
         graph: the graph; changed in place.
@@ -29,7 +29,7 @@ def with_sizes(
         names: the caller's names of the dims.
 
     Raises:
-        CaptureError: the model takes a decision on dynamic sizes that no expression holds.
+        CaptureError: the model decides by dynamic sizes in a way that no expression represents.
     """
     mode = inputs[0][1].meta["val"].fake_mode
     symbols: dict[Any, sympy.Symbol] = {}
@@ -38,11 +38,11 @@ def with_sizes(
     for name, node in inputs:
         for dim, declared in names.get(name, {}).items():
             size = node.meta["val"].shape[dim]
-            # A dim that was declared as a multiple has an expression of one symbol.
+            # A dim declared as a multiple has an expression of one symbol.
             (torch_symbol,) = size.node.expr.free_symbols
             symbols[torch_symbol] = symbol(declared)
             dims.setdefault(name, {})[dim] = size
-    # A second pass, since torch may express a size by the symbol of another input.
+    # A second pass, because torch may express a size by the symbol of another input.
     for sizes in dims.values():
         for dim, size in sizes.items():
             sizes[dim] = expression_of(size, symbols)
@@ -63,7 +63,7 @@ def with_sizes(
             numbers[node] = kind.of(expression_of(value, symbols), example)
         elif node.op != "output":
             _set_metadata(node, symbols, example, mode)
-    # Users before what they use.
+    # Users before their operands.
     for node in reversed(numbers):
         graph.erase_node(node)
     ranges, conditions = symbolic_conditions(mode, symbols)
@@ -72,12 +72,12 @@ def with_sizes(
 
 
 def expression_of(value: torch.SymInt | torch.SymFloat, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
-    """Return a symbolic number of torch as an expression of `symbols` and sympy's functions."""
+    """Return torch's symbolic number as an expression of `symbols` and sympy's functions."""
     return _translate(value.node.expr, symbols)
 
 
 def _translate(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Expr:
-    # torch writes divisions and powers as functions of its own, which sympy cannot simplify.
+    # torch has its own functions for divisions and powers, which sympy cannot simplify.
     expr = expr.xreplace(symbols)
     for function, ours in (
         (symbolic.FloorDiv, lambda a, b: sympy.floor(a / b)),
@@ -93,7 +93,7 @@ def _translate(expr: sympy.Expr, symbols: Mapping[Any, sympy.Expr]) -> sympy.Exp
 
 
 def _set_metadata(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: Sizes, mode: FakeTensorMode) -> None:
-    """Put static fakes into `meta["val"]`, and dynamic shapes, where there are any, into `meta["sizes"]`."""
+    """Set `meta["val"]` to static fake tensors, and `meta["sizes"]` to dynamic shapes, if any."""
     several = isinstance(node.meta.get("val"), (tuple, list))
     values = list(node.meta["val"]) if several else [node.meta.get("val")]
     shapes: list[tuple[int, ...] | None] = []
@@ -102,7 +102,7 @@ def _set_metadata(node: fx.Node, symbols: Mapping[Any, sympy.Symbol], example: S
         if isinstance(value, torch.Tensor):
             shape = tuple(_number(size, symbols, example) for size in value.shape)
             if any(isinstance(size, DynamicSize) for size in shape):
-                # Torch's strides are expressions, too; those of the example are enough.
+                # Torch's strides are expressions, too; those of the example suffice.
                 strides = [int(_number(stride, symbols, example)) for stride in value.stride()]
                 with mode:
                     values[place] = torch.empty_strided(

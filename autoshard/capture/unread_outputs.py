@@ -1,4 +1,4 @@
-"""Outputs that training does not read, left out of the graph of a call that computes gradients of a loss."""
+"""Removal of outputs that training does not read from the graph of a call that computes gradients of a loss."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _DETACHES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.def
 
 
 def without_unread_outputs(exported: Exported, globs: Sequence[str]) -> Exported:
-    """Return the graph of a training call without some outputs, in whose place the call returns None.
+    """Remove some outputs from the graph of a training call, which returns None for them.
 
-    Nothing changes where no loss, a floating scalar that depends on what requires a gradient, is returned: gradients
-    then come from the other outputs.
+    Nothing changes unless the call returns a loss, a floating-point scalar that depends on something requiring a
+    gradient: otherwise gradients come from the other outputs.
 
     Args:
-        exported: the forward graph of a call with gradients; changed.
-        globs: names of outputs, or globs over them. Those that the call does not have count for nothing.
+        exported: the forward graph of a call with gradients; changed in place.
+        globs: names of outputs, or globs over them. Names that the call does not have are ignored.
 
     Raises:
-        HintError: no loss is left.
+        HintError: no loss remains.
     """
     returned = [leaf for leaf in exported.result.leaves if isinstance(leaf, str)]
     nodes = dict(zip(exported.result.names, exported.outputs, strict=True))

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-# Its folder tells Dynamo's own frames from those of users.
+# Its folder distinguishes Dynamo's own frames from those of users.
 from torch._dynamo import eval_frame
 
-# What torch.compile makes of a module.
+# The type of a compiled module.
 from torch._dynamo.eval_frame import OptimizedModule
 
-# Names what follows a graph break.
+# The name prefix of code after a graph break.
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
-# Nested containers of tensors, as torch.export sees them.
+# Nested containers of tensors, as torch.export flattens them.
 from torch.utils import _pytree as pytree
 
 __all__ = ["ModuleCall", "break_reason", "leave_dynamo", "module_call", "output_values", "pytree"]
@@ -33,14 +33,14 @@ _MODULE = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleCall:
-    """A call of a compiled module that is under way.
+    """A call of a compiled module that is in progress.
 
     Attributes:
         module: the module.
-        args: of the call.
-        kwargs: of the call.
-        part: the part of the call that the graph is: `"forward"`; `"hook"`, one of its hooks; or `"all"`, both. Of a
-            module of torch's own, Dynamo makes one graph with its hooks.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        part: the part of the call in the graph: `"forward"`; `"hook"`, one of its hooks; or `"all"`, both. For a module
+            of torch, Dynamo makes one graph together with its hooks.
         wrapper: torch.compile's object around the module; None after `module.compile(...)`.
     """
 
@@ -52,16 +52,16 @@ class ModuleCall:
 
 
 def module_call() -> ModuleCall | None:
-    """Return the module call that runs the graph that calls this function, found on the stack.
+    """Return the module call that runs the graph which calls this function, found on the stack.
 
-    None unless Dynamo compiled the call, or a hook, of the module given to torch.compile from its start: if it compiled
-    a function around the module, a part inside it, or what follows a graph break.
+    None unless Dynamo compiled, from its start, the call, or a hook, of the module given to torch.compile; for instance
+    if it compiled a function around the module, a submodule, or the code after a graph break.
     """
     users = [frame for frame in _outward(inspect.currentframe()) if not _is_dynamo(frame)]
     # The backend's own frames.
     while users and users[0].f_globals.get("__package__") == __package__:
         users.pop(0)
-    # The code that Dynamo made, whose frame is missing where it compiled torch's own `_call_impl`.
+    # Dynamo's generated code; it has no frame if Dynamo compiled torch's own `_call_impl`.
     compiled = users.pop(0) if users and not _calls_forward(users[0]) else None
     if not users or not _calls_forward(users[0]):
         return None
@@ -79,7 +79,7 @@ def module_call() -> ModuleCall | None:
 
 
 def _runs(frame: FrameType, function: Any) -> bool:
-    """Return True if a frame runs Dynamo's code for a function: other code, of the same place and name."""
+    """Return True if a frame runs Dynamo's code for a function: different code with the same place and name."""
     code, original = frame.f_code, getattr(function, "__code__", None)
     return original is not None and (code.co_filename, code.co_firstlineno, code.co_name) == (
         original.co_filename,
@@ -96,7 +96,7 @@ def _wrapper(module: nn.Module, frames: list[FrameType]) -> nn.Module | None:
 
 
 def leave_dynamo(call: ModuleCall) -> None:
-    """Call the module directly from now on, without Dynamo in between."""
+    """Call the module directly from now on, bypassing Dynamo."""
     call.module.forward = torch.compiler.disable(call.module.forward, reason="autoshard runs this module")
     call.module._compiled_call_impl = None
     if call.wrapper is not None:
@@ -119,17 +119,17 @@ def _calls_forward(frame: FrameType) -> bool:
 
 
 def _is_target(frame: FrameType) -> bool:
-    """Return True if it is Dynamo that calls the module whose call this frame is."""
+    """Return True if Dynamo calls the module whose call has this frame."""
     module = frame.f_locals["self"]
     for caller in _outward(frame):
-        # A call of a module takes several frames of torch's `Module`.
+        # A module call has several frames of torch's `Module`.
         if caller.f_code.co_filename != _MODULE.co_filename or caller.f_locals.get("self") is not module:
             return _is_dynamo(caller)
     return False
 
 
 def break_reason(graph: fx.GraphModule) -> tuple[str, str] | None:
-    """Return why Dynamo ended this graph before its function returned, and where in the user's code; None if not."""
+    """Return why Dynamo ended this graph before its function returned, and the user's line; None if it did not."""
     reason: Any = getattr(graph, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -139,6 +139,6 @@ def break_reason(graph: fx.GraphModule) -> tuple[str, str] | None:
 
 
 def output_values(graph: fx.GraphModule) -> list[Any]:
-    """Return fake tensors, or other values, for the outputs of a graph of Dynamo."""
+    """Return fake tensors, or other values, for the outputs of Dynamo's graph."""
     output = next(iter(graph.graph.find_nodes(op="output")))
     return [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in output.args[0]]

@@ -1,9 +1,9 @@
 """The backend of `torch.compile(model, backend="autoshard")`.
 
-Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed. The
-model can't be parallelized then. The backend returns a function in place of the graph: when it is run, in the midst of
-that first call, it parallelizes the model and returns the results of this call. From then on the model's `forward` is
-that of `autoshard.parallelize`, which Dynamo leaves alone.
+Dynamo calls the backend while it compiles the model's first call, and checks afterwards that nothing has changed, so
+the model cannot be parallelized then. The backend returns a function instead of the graph: when it runs, within that
+first call, it parallelizes the model and returns the results of this call. From then on the model's `forward` is that
+of `autoshard.parallelize`, which Dynamo does not compile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.options.mesh_context import mesh_in_use
 from autoshard.plans.sharding_plan import ShardingPlan
 
 OPTIONS = ("mesh", *OptionKeywords.__annotations__, "plan")
-"""Names that `torch.compile(..., options={...})` may hold: the mesh, and the keyword options of `parallelize`."""
+"""The allowed names in `torch.compile(..., options={...})`: the mesh, and the keyword options of `parallelize`."""
 
 
 def autoshard(
@@ -42,19 +42,19 @@ def autoshard(
 
     Args:
         graph: Dynamo's graph of the model's `forward`.
-        example_inputs: Dynamo's, not needed.
-        options: `mesh`, and any keyword option of `autoshard.parallelize`. Without `mesh`, the mesh is that of
-            `autoshard.use_mesh` around the first call.
+        example_inputs: Dynamo's example inputs, not used.
+        options: `mesh`, and any keyword option of `autoshard.parallelize`. Without `mesh`, the mesh of
+            `autoshard.use_mesh` around the first call is used.
         others: further options of torch.compile, such as `mode`.
 
     Returns:
-        A function of the graph's inputs. The first call of the compiled model runs it, and it may raise:
-        MeshError (there is no mesh), PlanError (an option that is unknown, or is refused by `parallelize`),
-        CaptureError (the graph is not the whole `forward` of the compiled module), and the errors of `parallelize`.
+        A function of the graph's inputs. The first call of the compiled model runs it, and it may raise: MeshError (no
+        mesh), PlanError (an option that is unknown, or refused by `parallelize`), CaptureError (the graph is not the
+        whole `forward` of the compiled module), and the errors of `parallelize`.
     """
 
     def first_call(*inputs: Any) -> Sequence[Any]:
-        # Errors are raised here, and not while Dynamo compiles, which would wrap them in errors of its own.
+        # Errors are raised in the returned function: while Dynamo compiles, it would wrap them in its own errors.
         settings = {**(options or {}), **others}
         for name in settings:
             if name not in OPTIONS:
@@ -70,7 +70,7 @@ def autoshard(
             )
         call = _whole_call(graph, inputs)
         if call.part == "hook":
-            # Of whole tensors, which hooks see in a parallelized model, too.
+            # With whole tensors, as hooks see them in a parallelized model, too.
             results: Sequence[Any] = graph(*inputs)
             return results
         return _parallelize(call, graph, inputs, mesh, settings)
@@ -79,7 +79,7 @@ def autoshard(
 
 
 def _whole_call(graph: fx.GraphModule, inputs: Sequence[Any]) -> ModuleCall:
-    """Return the call whose whole module this graph is; or a call of which it is a hook, which may use no parameter."""
+    """Return the call of which this graph is the whole module, or a hook; a hook must not use parameters."""
     reason = break_reason(graph)
     call = None if reason else module_call()
     if call is not None and (call.part != "hook" or not any(isinstance(value, nn.Parameter) for value in inputs)):
@@ -106,7 +106,7 @@ def _parallelize(
     expected = output_values(graph)
     plan: ShardingPlan | None = module.sharding_plan  # type: ignore[assignment]
     hooked = call.part == "all" and bool(module._forward_hooks or module._forward_pre_hooks)
-    # Where dtypes and numbers of dims tell the outputs apart, the module itself gives the results of this call.
+    # If outputs can be matched by dtype and number of dims, the module itself computes the results of this call.
     keys = [_tensor_key(value) for value in expected if isinstance(value, Tensor)]
     distinct = len(keys) == len(expected) == len(set(keys))
     if plan is not None and not hooked and distinct and len(expected) == len(plan.output_placements):
@@ -118,14 +118,14 @@ def _parallelize(
 
 
 def _tensor_key(tensor: Tensor) -> tuple[torch.dtype, int]:
-    """Return the properties known of a tensor on both sides; Dynamo's sizes may be symbols, or a shard's."""
+    """Return the properties of a tensor that both sides know; Dynamo's sizes may be symbols, or those of a shard."""
     return tensor.dtype, tensor.ndim
 
 
 class _GraphModule(nn.Module):
-    """Dynamo's graph as a module that owns some of the graph's inputs, and is called with the others.
+    """Dynamo's graph as a module that owns some of the graph's inputs, and takes the others as arguments.
 
-    It is made on the meta device, and `set_owned` gives it the tensors.
+    It is created on the meta device; `set_owned` sets the tensors.
     """
 
     def __init__(self, graph: fx.GraphModule, owned: Mapping[int, Tensor]) -> None:
@@ -140,7 +140,7 @@ class _GraphModule(nn.Module):
                 self.register_buffer(_input_name(index), like)
 
     def set_owned(self) -> None:
-        """Set the tensors, by now those of the parallelized module."""
+        """Set the tensors, which by now belong to the parallelized module."""
         for index, tensor in self.owned.items():
             setattr(self, _input_name(index), tensor)
 
@@ -162,9 +162,9 @@ def _parallelize_graph(
     mesh: DeviceMesh,
     options: dict[str, Any],
 ) -> Sequence[Any]:
-    """Return the graph's outputs, by a plan for the graph itself under the placements of the module's parameters.
+    """Return the graph's outputs, with a plan of the graph itself that keeps the placements of the module's parameters.
 
-    It serves this one call, if the module's results can't be matched with the graph's outputs.
+    Used for this one call if the module's results cannot be matched with the graph's outputs.
     """
     local = "local" in (options.get("inputs"), options.get("outputs"))
     if local or isinstance(options.get("output_placements"), Mapping):

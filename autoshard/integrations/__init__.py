@@ -1,1 +1,1 @@
-"""Adapters for libraries that train models: one module for each, which needs the package of its name."""
+"""Adapters for training libraries: one module per library, which needs the package of the same name."""

@@ -1,7 +1,7 @@
-"""`AutoshardAccelerator`: loops written for Hugging Face accelerate train a parallelised module.
+"""`AutoshardAccelerator`: training loops for Hugging Face accelerate with a parallelised module.
 
-The module synchronises itself: it is not wrapped, and its loss is that of the whole batch on every rank. What is left
-to accelerate is the data, the optimizer, the schedulers and the files.
+The module synchronises itself: it is not wrapped, and its loss is that of the whole batch on every rank. accelerate
+handles the data, the optimizer, the schedulers and the files.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ TRIED = "accelerate 1.15"
 # Attributes of `Accelerator` that have no public name.
 _LISTS = ("_models", "_optimizers")
 
-# The folder of a checkpoint in which `torch.distributed.checkpoint` keeps shards.
+# The folder of a checkpoint for shards of `torch.distributed.checkpoint`.
 SHARDS = "autoshard"
 
 
 class AutoshardAccelerator(Accelerator):
     """An `Accelerator` for a parallelised module.
 
-    `prepare` leaves the module as it is. Data loaders yield the same batches on all ranks, or along `data_axes` each
-    rank's own rows; `num_processes` is the number of such parts of the batch, and `process_index` this rank's. `gather`
-    and `gather_for_metrics` join the parts. A scheduler makes one step for every step of the optimizer.
-    `get_state_dict(model)` gives the first rank whole CPU tensors; `save_state` and `load_state` save and load on any
-    mesh.
+    `prepare` does not change the module. Data loaders yield the same batches on all ranks, or each rank's own rows
+    along `data_axes`; `num_processes` is the number of these parts of the batch, and `process_index` the index of this
+    rank's. `gather` and `gather_for_metrics` concatenate the parts. A scheduler makes one step per optimizer step.
+    `get_state_dict(model)` returns whole CPU tensors on the first rank; `save_state` and `load_state` save and load on
+    any mesh.
 
     Args:
         mesh: the mesh of the module.
-        data_axes: names of the mesh axes along which every rank loads its own rows; for a module that was parallelised
-            with `inputs="local"`. By default every rank loads the whole batch.
-        **keywords: those of `Accelerator`, without precisions, compilation and other ways to shard, which
+        data_axes: names of the mesh axes along which every rank loads its own rows; for a module parallelised with
+            `inputs="local"`. By default every rank loads the whole batch.
+        **keywords: the keywords of `Accelerator`, except precisions, compilation and other ways of sharding, which
             `autoshard.parallelize` decides.
 
     Raises:
         MeshError: the mesh has no such axis.
-        PlanError: a keyword is one that `autoshard.parallelize` decides.
+        PlanError: a keyword belongs to `autoshard.parallelize`.
     """
 
     _models: list[nn.Module]
@@ -84,7 +84,7 @@ class AutoshardAccelerator(Accelerator):
                 "dispatch_batches=True sends every process other rows of a batch, and the ranks of a mesh share rows: "
                 "leave it out, every rank reads its rows itself."
             )
-        # A seed that all ranks know orders the rows.
+        # All ranks know the seed of the order of rows.
         config = dataclasses.replace(config, dispatch_batches=False, use_seedable_sampler=True)
         super().__init__(mixed_precision="no", dynamo_backend="no", dataloader_config=config, **keywords)
         if not all(hasattr(self, name) for name in _LISTS):
@@ -92,42 +92,42 @@ class AutoshardAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks with rows of their own."""
+        """The number of ranks with different rows."""
         return self._part.count
 
     @property
     def process_index(self) -> int:
-        """The number of this rank's rows, in the order in which `Shard(0)` cuts them."""
+        """The index of this rank's rows, in the order of `Shard(0)`."""
         return self._part.index
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Register a parallelised module, which stays as it is; raise an `InputError` for another one."""
+        """Register a parallelised module without changing it; raise an `InputError` for any other module."""
         check_parallelised(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context in which backwards reduce no gradients, if the module's plan counts the sums (`accumulate=`).
+        """Context in which backwards reduce no gradients, if the module's plan accounts for the sums (`accumulate=`).
 
-        Otherwise every backward reduces: sums may need more memory than the plan's limit. `accumulate` uses it, too.
+        Otherwise every backward reduces: sums might exceed the plan's memory limit. `accumulate` uses it, too.
         """
         with check_parallelised(model).counted_no_sync():
             yield
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """Wrap an optimizer as accelerate does; its state lies where its parameters do."""
+        """Wrap an optimizer as accelerate does; its state stays with its parameters."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler, which makes one step for every step of the optimizer."""
+        """Wrap a scheduler so that it makes one step per optimizer step."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **keywords: Any) -> DataLoader:
-        """Return a loader of the same batches on all ranks, or of this rank's rows; all ranks call it together."""
+        """Return a loader of equal batches on all ranks, or of this rank's rows; all ranks call it together."""
         config = self.dataloader_config
         seed = config.data_seed
         if seed is None:
@@ -138,7 +138,7 @@ class AutoshardAccelerator(Accelerator):
             config.data_seed = seed
 
     def gather(self, tensor: Any) -> Any:
-        """Join the rows of all ranks along dim 0, in every tensor of a nest; numbers become tensors of one dim."""
+        """Concatenate all ranks' rows along dim 0, in every tensor of a nest; numbers become 1-d tensors."""
         return pytree.tree_map_only(Tensor, self._gather_rows, tensor)
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class AutoshardAccelerator(Accelerator):
         return gather_full_tensor(DTensor.from_local(rows.contiguous(), self.mesh, placements, run_check=False))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join the rows of all ranks, without those that fill the last batch; raise an `InputError` for objects."""
+        """Concatenate all ranks' rows without those that pad the last batch; raise an `InputError` for objects."""
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(input_data)):
             raise InputError(
                 "gather_for_metrics gathers tensors: the ranks of a mesh share rows, and objects do not tell which."
@@ -158,7 +158,7 @@ class AutoshardAccelerator(Accelerator):
         return super().gather_for_metrics(input_data)
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of an output of the module, a plain tensor; all ranks call it together."""
+        """Return this rank's rows of an output of the module as a plain tensor; all ranks call it together."""
         whole = gather_full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         return whole.chunk(self.num_processes)[self.process_index] if whole.ndim else whole
 
@@ -167,10 +167,10 @@ class AutoshardAccelerator(Accelerator):
         return full_state_dict(model)
 
     def save_state(self, output_dir: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Save what was prepared, as accelerate does, but the shards of models and optimizers by all ranks.
+        """Save what was prepared as accelerate does, except that all ranks save shards of models and optimizers.
 
         Returns:
-            The folder, in which `torch.distributed.checkpoint` has the folder `autoshard`.
+            The folder, which contains the folder `autoshard` of `torch.distributed.checkpoint`.
         """
         with self._sharded_set_aside():
             location = super().save_state(output_dir, *args, **keywords)
@@ -179,13 +179,13 @@ class AutoshardAccelerator(Accelerator):
         return location
 
     def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Load what `save_state` saved, on this mesh or another; `input_dir` is the folder that it returned."""
+        """Load a folder of `save_state`, on this mesh or another; `input_dir` is the folder that it returned."""
         if input_dir is None:
             raise InputError("load_state(None): pass the folder that save_state returned.")
         with self._sharded_set_aside():
             result = super().load_state(input_dir, *args, **keywords)
         models, optimizers = self._shards()
-        # Models are filled in place: their states refer to their own tensors.
+        # Models are loaded in place: their states refer to their own tensors.
         load_distributed(models | optimizers, checkpoint_id=Path(input_dir, SHARDS))
         for optimizer, state in zip(self._optimizers, optimizers.values(), strict=True):
             set_optimizer_state_dict(_model_of(optimizer, self._models), unwrap_optimizer(optimizer), state)
@@ -193,7 +193,7 @@ class AutoshardAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _sharded_set_aside(self) -> Iterator[None]:
-        """Let the base class see no model and no optimizer: it would take a rank's shards for the whole."""
+        """Hide models and optimizers from the base class, which would treat a rank's shards as whole tensors."""
         models, self._models = self._models, []
         optimizers, self._optimizers = self._optimizers, []
         try:
@@ -229,7 +229,7 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 
 
 def check_parallelised(model: nn.Module) -> Runtime:
-    """Return the runtime of a parallelised module; raise an `InputError` for another one."""
+    """Return the runtime of a parallelised module; raise an `InputError` for any other module."""
     runtime = model.__dict__.get(RUNTIME)
     if not isinstance(runtime, Runtime):
         raise InputError(
@@ -240,12 +240,12 @@ def check_parallelised(model: nn.Module) -> Runtime:
 
 
 def data_axes_of(runtime: Runtime) -> tuple[str, ...]:
-    """Return the names of the mesh axes along which the calls of a module pass rows of their own."""
+    """Return the names of the mesh axes along which calls of a module pass different rows."""
     return runtime.data_axes if runtime.inputs == "local" else ()
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that accelerate wrapped, or one that it did not wrap."""
+    """Return the optimizer inside accelerate's wrapper, or an optimizer without a wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 

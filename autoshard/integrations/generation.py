@@ -1,9 +1,9 @@
-"""`prepare_generation`: `generate()` of Hugging Face models on a mesh, with a static key-value cache in shards.
+"""`prepare_generation`: `generate()` of Hugging Face models on a mesh, with a sharded static key-value cache.
 
-The library's own loop drives everything: sampling, beams and stopping are those of transformers. A cache is a
-`StaticCache` whose keys and values are `DTensor`s, an argument of every call, which the programs change in place. The
-program of one token is planned first: it decides how the cache lies, and how the parameters do where no call has placed
-them before. The program of the prompt takes both as they lie. An encoder has programs of its own.
+The library's own loop runs everything: sampling, beams and stopping are those of transformers. A cache is a
+`StaticCache` whose keys and values are `DTensor`s. It is an argument of every call, and programs change it in place.
+The program of one token is planned first: it decides the placements of the cache, and those of the parameters unless an
+earlier call did. The program of the prompt uses these placements. An encoder has separate programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from autoshard import operators as operators  # what captures put into graphs
+from autoshard import operators as operators  # which captures put into graphs
 from autoshard.api import register_forward_method
 from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.joint import export_call
@@ -53,7 +53,7 @@ _METHODS = ("_prepare_cache_for_generation", "_prepare_static_cache", "_update_m
 if not all(hasattr(GenerationMixin, name) for name in _METHODS):
     raise ImportError(f"this version of transformers makes caches in other ways than {TRIED}, the one tried here.")
 
-# The cache among the arguments of `forward`, which transformers 5.24 names anew.
+# The name of the cache among the arguments of `forward`, which transformers 5.24 changes.
 _CACHE = next(
     name
     for name in ("cache", "past_key_values")
@@ -62,22 +62,21 @@ _CACHE = next(
 
 
 def prepare_generation(model: nn.Module) -> None:
-    """Have `generate()` of a parallelised model of transformers hold its cache in shards.
+    """Make `generate()` of a parallelised transformers model use a sharded cache.
 
-    Every rank calls `model.generate(...)` with the same whole batch, and with the same seed where it samples; each gets
+    Every rank calls `model.generate(...)` with the same whole batch, and with the same seed if it samples; each gets
     the tokens of one device. The cache is static: `cache_implementation` is `"static"` by default. The first tokens
-    make two programs, one for the prompt and one for a token, and an encoder of texts or images has one; later calls
-    with a batch and a prompt of these sizes, and no longer text, make none. `torch.compile` is not applied: that is an
+    need two programs, one for the prompt and one for a token, and an encoder of texts or images needs one; later calls
+    with the same batch and prompt sizes, and no longer text, need none. `torch.compile` is not applied: that is an
     option of `autoshard.parallelize`.
 
     Args:
-        model: the result of `autoshard.parallelize`, with or without an example. Without one, its parameters are placed
-            for the program of one token.
+        model: the result of `autoshard.parallelize`, with or without an example. Without one, the program of one token
+            places its parameters.
 
     Raises:
-        InputError: the model is not parallelised, has no `generate()` of transformers, has layers of another kind than
-            attention, or takes local inputs or returns outputs in shards. Later, `generate()` raises it for another
-            kind of cache.
+        InputError: the model is not parallelised, has no transformers `generate()`, has layers other than attention, or
+            takes local inputs or returns sharded outputs. Later, `generate()` raises it for another kind of cache.
     """
     runtime = check_parallelised(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
@@ -94,10 +93,10 @@ def prepare_generation(model: nn.Module) -> None:
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """Raise an `InputError` if a layer of a model has a cache of another kind than keys and values."""
+    """Raise an `InputError` if a layer of a model has a cache other than keys and values."""
     text_config = config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in StaticCache(text_config, max_cache_len=1).layers}
-    # Beside an encoder, transformers makes a cache with the same windows for the encoder's output.
+    # With an encoder, transformers makes a cache with the same windows for the encoder's output.
     known = {StaticLayer} if config.is_encoder_decoder else {StaticLayer, StaticSlidingWindowLayer}
     others = sorted(kind.__name__ for kind in kinds - known)
     if others:
@@ -108,24 +107,24 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 class _Caches:
-    """Makes the caches of a parallelised model, in place of methods of it.
+    """Makes the caches of a parallelised model; it replaces methods of the model.
 
     Args:
         model: the model.
-        encoders: methods that `generate()` calls before it.
+        encoders: methods that `generate()` calls before the model.
     """
 
     def __init__(self, model: PreTrainedModel, encoders: Sequence[_Encoder]) -> None:
         self._model: Any = model
         self._encoders = encoders
         self._longest = 0
-        # As `_find_heads` returns them.
+        # As returned by `_find_heads`.
         self._heads: list[Any] = []
 
     def prepare(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Check the arguments of `generate()` that are about caches, and do what the model's class does."""
+        """Check the cache arguments of `generate()`, then run the method of the model's class."""
         kind, given = generation_config.cache_implementation, model_kwargs.get(_CACHE)
         if given is not None and not isinstance(given, (ShardedCache, ShardedEncoderDecoderCache)):
             raise InputError(
@@ -139,7 +138,7 @@ class _Caches:
                     'cache_implementation="static", or leave it out.'
                 )
             generation_config.cache_implementation = "static"
-        # The configuration is a copy for this call. torch.compile would trace the code around the programs.
+        # This call's copy of the configuration. torch.compile would trace the code around the programs.
         generation_config.disable_compile = True
         type(self._model)._prepare_cache_for_generation(self._model, generation_config, model_kwargs, *args, **kwargs)
 
@@ -151,10 +150,10 @@ class _Caches:
         prefill_chunk_size: int | None,
         model_kwargs: Mapping[str, Any],
     ) -> ShardedCache | ShardedEncoderDecoderCache:
-        """Return an empty cache, for one more token of every sequence; arguments as in transformers."""
+        """Return an empty cache with room for one more token of every sequence; arguments as in transformers."""
         runtime = check_parallelised(self._model)
-        # That of one device, without tensors, knows the lengths, but for windows, of which all tokens are kept. A
-        # shorter text fits in the cache of a longer one, and has the same program.
+        # One device's cache, without tensors, provides the lengths, except for windows, whose tokens are all kept. A
+        # shorter text fits into the cache of a longer one, and uses the same program.
         self._longest = max(self._longest, max_cache_len)
         arguments = cache_implementation, batch_size, self._longest, None, model_kwargs
         make_plain = functools.partial(type(self._model)._prepare_static_cache, self._model, *arguments)
@@ -168,7 +167,7 @@ class _Caches:
             length = self._longest if isinstance(layer, StaticSlidingWindowLayer) else layer.max_cache_len
             keys, values = ((batch_size, count, length, size) for count, size in heads)
             layers.append(meta_layer(keys, values, dtype, runtime.device_mesh))
-        # Of a later token, for which the output of an encoder has been written.
+        # For a later token, when the encoder's output is already in the cache.
         inputs = self._token_inputs(with_layers(plain, layers, is_written=True), batch_size, model_kwargs)
         call = BoundCall.of(self._model, (), inputs, grad=False)
         names = [name for name, tensor in call.tensors.items() if isinstance(tensor, DTensor)]
@@ -178,7 +177,7 @@ class _Caches:
         return empty_cache(with_layers(plain, layers), placements.values())
 
     def advance(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Note what a call has written, which programs do not, and do what the model's class does."""
+        """Record what a call has written, since programs do not, then run the method of the model's class."""
         cache = model_kwargs.get(_CACHE)
         if isinstance(cache, ShardedEncoderDecoderCache):
             cache.is_updated = dict.fromkeys(cache.is_updated, True)
@@ -199,12 +198,12 @@ class _Caches:
 
 
 def _find_heads(model: nn.Module, make_cache: Callable[[], Any], inputs: dict[str, Any]) -> list[Any]:
-    """Return, of the keys and of the values of every layer, the number of heads and their size.
+    """Return the number of heads and their size, for the keys and the values of every layer.
 
     Args:
         model: the model.
-        make_cache: makes an empty cache of one device, whose tensors the first call makes.
-        inputs: of a call, with such a cache.
+        make_cache: makes an empty cache for one device; its tensors are created in the first call.
+        inputs: the arguments of a call with such a cache.
     """
     without_cache = {name: value for name, value in inputs.items() if name != _CACHE}
     forward = export_call(BoundCall.of(_CacheReader(model, make_cache), (), without_cache, False))
@@ -213,7 +212,7 @@ def _find_heads(model: nn.Module, make_cache: Callable[[], Any], inputs: dict[st
 
 
 class _CacheReader(nn.Module):
-    """Returns the keys and values that the first call of a model makes.
+    """Returns the keys and values that a model's first call creates.
 
     Args:
         model: the model.
@@ -231,13 +230,13 @@ class _CacheReader(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """Runs a method that `generate()` calls before the model: by programs, but whole before parameters are placed.
+    """Runs a method that `generate()` calls before the model: by programs, or unsharded until parameters are placed.
 
     Args:
         model: the model.
-        runtime: of the model.
-        owner: the part of the model that has the method.
-        name: of the method.
+        runtime: the runtime of the model.
+        owner: the submodule that has the method.
+        name: the name of the method.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, owner: nn.Module, name: str) -> None:
@@ -253,7 +252,7 @@ class _Encoder(nn.Module):
         def encode(*args: Any, **kwargs: Any) -> Any:
             if runtime.maker.placed is not None:
                 return self._programs(*args, **kwargs)
-            # The program of a token, which decides how parameters lie, needs the sizes of what this one returns.
+            # The program of a token decides the parameters' placements, but needs the sizes of this method's result.
             self._first_call = args, kwargs
             tensors = itertools.chain(self.named_parameters(), self.named_buffers())
             return functional_call(self, {name: local_of(tensor) for name, tensor in tensors}, args, kwargs)
@@ -265,7 +264,7 @@ class _Encoder(nn.Module):
         return self._whole(*args, **kwargs)
 
     def make_program(self) -> None:
-        """Make the program of the call that came before parameters were placed, for later ones."""
+        """Make the program for the call from before parameters were placed, for later calls."""
         if self._first_call is not None:
             args, kwargs = self._first_call
             self._first_call = None
@@ -273,7 +272,7 @@ class _Encoder(nn.Module):
 
 
 def _encoders(model: Any, runtime: Runtime) -> list[_Encoder]:
-    """Return the methods that `generate()` calls before the model, which encode texts, sounds, images or videos."""
+    """Return the methods that `generate()` calls before the model: encoders of texts, sounds, images or videos."""
     if model.config.is_encoder_decoder:
         return [_Encoder(model, runtime, model.get_encoder(), "forward")]
     if not model._supports_mm_encoder_outputs():

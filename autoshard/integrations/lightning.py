@@ -3,7 +3,7 @@
     trainer = lightning.Trainer(strategy=AutoshardStrategy({"dp": 2, "tp": 4}, example=batch))
     fabric = lightning.Fabric(strategy=AutoshardFabricStrategy({"dp": 2, "tp": 4}, example=batch))
 
-`autoshard.integrations.pytorch_lightning` has the same for the packages `pytorch_lightning` and `lightning_fabric`.
+`autoshard.integrations.pytorch_lightning` has the same strategies for `pytorch_lightning` and `lightning_fabric`.
 """
 
 from __future__ import annotations

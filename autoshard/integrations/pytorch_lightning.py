@@ -1,6 +1,6 @@
 """The strategies of `autoshard.integrations.lightning` for the packages `pytorch_lightning` and `lightning_fabric`.
 
-Lightning is published under two names, whose classes are not the same: a Trainer takes strategies of its own package.
+Lightning is published under two names with different classes: a Trainer accepts strategies of its own package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`save_model`, `save_file` and `load_model` of `safetensors.torch` for parallelised modules.
 
-Files hold whole tensors, and are those of one device: `safetensors.torch` reads them. All ranks call a function
-together; the first one of the module's mesh writes.
+Files contain whole tensors, as on one device: `safetensors.torch` reads them. All ranks call a function together; the
+first rank of the module's mesh writes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def save_model(
 ) -> None:
     """Save the whole parameters and persistent buffers of a parallelised module to a file; all ranks call it together.
 
-    Tied tensors are stored once, under the name that `safetensors.torch.save_model` chooses, and the metadata has the
-    others.
+    Tied tensors are stored once, under the name that `safetensors.torch.save_model` chooses; the metadata has the other
+    names.
 
     Args:
         model: the result of `parallelize`; not a `PipelineModule`.
-        filename: of the file; on the machine of the first rank.
+        filename: the file, on the machine of the first rank.
         metadata: texts to store with the tensors.
         force_contiguous: as for safetensors; whole tensors are contiguous.
 
     Raises:
         InputError: the model is not parallelised, or is a pipeline, or a tensor is on the meta device.
-        AutoshardError: on the other ranks, where the first one cannot write.
+        AutoshardError: on the other ranks, if the first one cannot write.
     """
     state = full_state_dict(model)
     first_names: dict[int, str] = {}
@@ -59,9 +59,9 @@ def save_model(
 
 
 def save_file(tensors: Mapping[str, Tensor], filename: Filename, metadata: dict[str, str] | None = None) -> None:
-    """Save whole tensors of which ranks have shards, as in `model.state_dict()`, to a file; all ranks call it together.
+    """Save whole tensors, given as shards as in `model.state_dict()`, to a file; all ranks call it together.
 
-    A tensor that has several names is stored under each of them; `save_model` stores it once.
+    A tensor with several names is stored under each of them; `save_model` stores it once.
 
     Args:
         tensors: the tensors, some of them `DTensor`s, by the same names on all ranks.
@@ -69,7 +69,7 @@ def save_file(tensors: Mapping[str, Tensor], filename: Filename, metadata: dict[
 
     Raises:
         InputError: no tensor is a `DTensor`.
-        AutoshardError: on the other ranks, where the first one cannot write.
+        AutoshardError: on the other ranks, if the first one cannot write.
     """
     mesh = next((value.device_mesh for value in tensors.values() if isinstance(value, DTensor)), None)
     if mesh is None:
@@ -80,7 +80,7 @@ def save_file(tensors: Mapping[str, Tensor], filename: Filename, metadata: dict[
 
 def _write(mesh: DeviceMesh, state: Mapping[str, Any], filename: Filename, metadata: dict[str, str] | None) -> None:
     """Write the file, on the first rank."""
-    # What is no tensor is left to safetensors, whose error names it.
+    # Non-tensors are passed to safetensors, whose error names them.
     stored = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state.items()}
     on_first_rank(mesh, lambda: single_device.save_file(stored, filename, metadata))
 
@@ -88,7 +88,7 @@ def _write(mesh: DeviceMesh, state: Mapping[str, Any], filename: Filename, metad
 def load_model(
     model: nn.Module, filename: Filename, strict: bool = True, device: torch.device | str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Fill a parallelised module from a file, in place: `autoshard.load_safetensors` under the name of safetensors.
+    """Load a parallelised module from a file, in place: `autoshard.load_safetensors` under the name of safetensors.
 
     Args:
         model: the result of `parallelize`.

@@ -1,4 +1,4 @@
-"""Static key-value caches of transformers of which each rank holds a part."""
+"""Sharded static key-value caches of transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.cache_utils import StaticLayer
 
 
 class ShardedLayer(StaticLayer):
-    """The static cache of one layer of a model, of which each rank holds a part.
+    """The static cache of one layer of a model; each rank holds a part.
 
     Args:
         keys: `[batch, heads, length, size of a head]`.
-        values: the same, with the heads of theirs.
-        cumulative_length: the number of tokens in the cache, an integer tensor without dims, on the ranks' device.
+        values: the same shape, with the heads of the values.
+        cumulative_length: the number of tokens in the cache, a 0-d integer tensor on the ranks' device.
     """
 
     # `DTensor`s; in a capture, fake tensors.
@@ -28,10 +28,10 @@ class ShardedLayer(StaticLayer):
     values: Any
 
     def __init__(self, keys: Tensor, values: Tensor, cumulative_length: Tensor) -> None:
-        # Without that of the base class, which makes tensors.
+        # Without the base class's `__init__`, which makes tensors.
         self.keys, self.values, self.cumulative_length = keys, values, cumulative_length
         self.is_initialized = True
-        # A tree may hold other leaves than tensors.
+        # Leaves of a tree may be other than tensors.
         if isinstance(keys, Tensor):
             self.device, (self.batch_size, _, self.max_cache_len, _) = keys.device, keys.shape
 
@@ -45,10 +45,10 @@ class ShardedLayer(StaticLayer):
 
 
 class ShardedCache(StaticCache):
-    """A static cache of which each rank holds a part; `prepare_generation` has `generate()` make it.
+    """A static cache of which each rank holds a part; `prepare_generation` makes `generate()` use it.
 
     Args:
-        layers: those of the model.
+        layers: the layers of the model.
     """
 
     layers: Any  # a list of `ShardedLayer`s
@@ -60,27 +60,27 @@ class ShardedCache(StaticCache):
 
 
 class ShardedEncoderDecoderCache(EncoderDecoderCache):
-    """The cache of a decoder and of its attention to an encoder, of which each rank holds a part.
+    """The cache of a decoder and of its cross-attention; each rank holds a part.
 
     Args:
-        self_attention_cache: of the tokens of the decoder.
-        cross_attention_cache: of the output of the encoder, which the first call of the decoder writes.
+        self_attention_cache: the cache of the decoder's tokens.
+        cross_attention_cache: the cache of the encoder's output, written in the decoder's first call.
         written: for every layer, True if the cache of the encoder's output has been written.
     """
 
     def __init__(self, self_attention_cache: Any, cross_attention_cache: Any, written: Iterable[bool]) -> None:
-        # Without that of the base class, which reads numbers of tensors.
+        # Without the base class's `__init__`, which reads numbers of tensors.
         self.self_attention_cache, self.cross_attention_cache = self_attention_cache, cross_attention_cache
         self.is_updated = dict(enumerate(written))
 
     @property
     def written(self) -> tuple[bool, ...]:
-        """For every layer, True if the cache of the encoder's output has been written, and is only read."""
+        """For every layer, True if the cache of the encoder's output is written, and from now on only read."""
         return tuple(self.is_updated.values())
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """Return the layers of a cache of transformers: those of the decoder, then those of its attention to an encoder."""
+    """Return the layers of a transformers cache: those of the decoder, then those of its cross-attention."""
     if isinstance(cache, EncoderDecoderCache):
         return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     return list(cache.layers)
@@ -89,12 +89,12 @@ def layers_of(cache: Any) -> list[Any]:
 def with_layers(
     cache: Any, layers: list[ShardedLayer], *, is_written: bool = False
 ) -> ShardedCache | ShardedEncoderDecoderCache:
-    """Return a cache like one of transformers, with other layers, in the order of `layers_of`.
+    """Return a cache like one of transformers with other layers, in the order of `layers_of`.
 
     Args:
-        cache: that of transformers.
+        cache: the transformers cache.
         layers: the layers.
-        is_written: True if the output of an encoder has been written.
+        is_written: True if the encoder's output has been written.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return ShardedCache(layers)
@@ -106,7 +106,7 @@ def with_layers(
 def meta_layer(
     keys: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype, device_mesh: DeviceMesh
 ) -> ShardedLayer:
-    """Return a layer with keys and values of these shapes, without numbers."""
+    """Return a layer with meta tensors of these shapes as keys and values."""
 
     def tensor(shape: tuple[int, ...]) -> DTensor:
         whole = torch.empty(shape, dtype=dtype, device="meta")
@@ -117,11 +117,11 @@ def meta_layer(
 
 
 def empty_cache(example: Any, placements: Iterable[tuple[Placement, ...]]) -> Any:
-    """Return a cache like an example, with zeros on its mesh.
+    """Return a cache like an example, filled with zeros, on its mesh.
 
     Args:
         example: the cache; its keys and values may be on the meta device.
-        placements: of the keys and the values of every layer.
+        placements: the placements of the keys and the values of every layer.
     """
     following = iter(placements)
 
@@ -134,7 +134,7 @@ def empty_cache(example: Any, placements: Iterable[tuple[Placement, ...]]) -> An
 
 
 def _register(kind: type, names: tuple[str, ...], *values: str) -> None:
-    """Have attributes of a class be the children of its nodes in trees, and others the values that tell nodes apart."""
+    """Register a class as a pytree node with some attributes as children; others distinguish its nodes."""
 
     def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(node, name) for name in names], tuple(getattr(node, name) for name in values)

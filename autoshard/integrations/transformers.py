@@ -1,9 +1,9 @@
 """`AutoshardTrainer`: the `Trainer` of Hugging Face transformers for a parallelised model.
 
-The model computes the loss of the whole batch on every rank, and nothing is to be averaged over ranks. So the trainer
-differs from its base in these places: nothing wraps the model; the loaders yield the same batch on all ranks, or rows
-of their own along data axes; whole tensors are written to files that `from_pretrained` reads; and what a run goes on
-from are shards that `torch.distributed.checkpoint` saves.
+The model computes the loss of the whole batch on every rank, so nothing is averaged over ranks. The trainer therefore
+differs from its base in these ways: nothing wraps the model; the loaders yield the same batch on all ranks, or
+different rows along data axes; whole tensors are written to files for `from_pretrained`; and runs resume from shards
+saved by `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ except ImportError as error:
 
 TRIED = "transformers 5.23"
 
-# Methods of `Trainer` without a public name that this one overrides or calls.
+# Methods of `Trainer` without a public name that are overridden or called here.
 _METHODS = (
     "_get_dataloader",
     "_issue_warnings_after_load",
@@ -71,50 +71,50 @@ _METHODS = (
 if not all(hasattr(Trainer, name) for name in _METHODS):
     raise ImportError(f"this version of transformers has another Trainer than {TRIED}, the one tried here.")
 
-# Axes along which transformers counts no rows: tensor, sequence, context and expert parallelism.
+# Axes along which transformers does not count rows: tensor, sequence, context and expert parallelism.
 _SHARED_ROWS = ("tp", "sp", "cp", "ep", "tensor", "sequence", "context", "expert", "model")
 
-# The file of a checkpoint of transformers.
+# The file of a transformers checkpoint.
 _SCHEDULER = "scheduler.pt"
 
 
 class AutoshardTrainer(Trainer):
     """A `Trainer` that trains a model on a mesh with the numbers of one device.
 
-    Give it a model that `autoshard.parallelize` returned; or a plain one and a mesh, and it parallelises the model by
-    the first batch, with `bf16=True` as `mp_policy` and `torch_compile=True` as `compile=True`. A model on the meta
-    device gets its numbers afterwards, from `autoshard.load_safetensors(trainer.model, folder)` or a checkpoint.
+    Pass a model that `autoshard.parallelize` returned; or a plain one and a mesh, and the first batch is used to
+    parallelise the model, with `bf16=True` as `mp_policy` and `torch_compile=True` as `compile=True`. A model on the
+    meta device is loaded afterwards, by `autoshard.load_safetensors(trainer.model, folder)` or from a checkpoint.
 
-    A batch has `per_device_train_batch_size` rows for every rank, as in transformers: ranks along axes called `tp`,
-    `sp`, `cp` or `ep` share theirs. Every rank loads the whole batch; with `data_axes`, its own rows. Losses, metrics
-    and predictions are those of the whole batch. `save_model` writes whole tensors; a checkpoint has the shards of
-    model and optimizer besides, and is resumed on any mesh.
+    A batch has `per_device_train_batch_size` rows for every rank, as in transformers, but ranks along axes called `tp`,
+    `sp`, `cp` or `ep` share rows. Every rank loads the whole batch, or with `data_axes` its own rows. Losses, metrics
+    and predictions are those of the whole batch. `save_model` writes whole tensors; a checkpoint also contains the
+    shards of model and optimizer, and can be resumed on any mesh.
 
     Args:
-        model: the model: parallelised, or with `mesh`.
-        args: the arguments. Refused are those that choose another way to shard or to scale (`fsdp`, `deepspeed`,
-            `fp16`), or that ask which process a row is of.
+        model: the model: parallelised, or plain with `mesh`.
+        args: the arguments, except those for other ways of sharding or scaling (`fsdp`, `deepspeed`, `fp16`), or that
+            depend on the process of a row; these are refused.
         *positional: further arguments of `Trainer`.
-        mesh: the mesh to parallelise a plain model on; without a pipeline axis.
-        data_axes: with `mesh`, names of the axes along which ranks load rows of their own. Of a parallelised model they
+        mesh: the mesh for parallelising a plain model; without a pipeline axis.
+        data_axes: with `mesh`, names of the axes along which ranks load different rows. For a parallelised model they
             are those along which it takes local inputs.
         example_kwargs: with `mesh`, a call to plan for, with tensors of global shape; by default the first batch.
         plan: with `mesh`, the plan to apply instead of making one.
-        options: with `mesh`, the keywords of `autoshard.parallelize`. By default outputs stay sharded
-            (`output_placements="planned"`), where no function outside of the model computes the loss, so that logits
-            are not gathered; in `compute_loss` of a subclass they are `DTensor`s. Where nothing reads them in training,
-            `unread_outputs=("logits",)` leaves them out.
-        **keywords: of `Trainer`.
+        options: with `mesh`, the keywords of `autoshard.parallelize`. By default outputs remain sharded
+            (`output_placements="planned"`) unless a function outside the model computes the loss, so that logits are
+            not gathered; in `compute_loss` of a subclass they are `DTensor`s. If training does not read them,
+            `unread_outputs=("logits",)` omits them.
+        **keywords: further keywords of `Trainer`.
 
     Raises:
-        InputError: the model is neither parallelised nor is there a mesh, or both.
+        InputError: the model is neither parallelised nor given with a mesh, or both.
         PlanError: an argument is refused; the message says what to use instead.
         MeshError: the mesh has no such axis.
         CaptureError, HintError, BudgetError: as for `autoshard.parallelize`.
     """
 
     accelerator: AutoshardAccelerator
-    # Each is there when it is used; the base class says that it may be None.
+    # Never None when it is used, although the base class allows it.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -145,7 +145,7 @@ class AutoshardTrainer(Trainer):
                 raise PlanError("AutoshardTrainer runs no pipelines: give it a mesh without a pipeline axis.")
         if args is not None:
             _check_arguments(args, parallelised=mesh is None, data_axes=self._data_axes)
-        # Ranks whose rows every rank loads.
+        # The number of ranks whose rows every rank loads.
         self._loaded_ranks = 1 if self._data_axes else _ranks_with_rows(MeshShape.of(self._mesh))
         self._evaluated_batches = 0
         super().__init__(model, args, *positional, **keywords)
@@ -167,7 +167,7 @@ class AutoshardTrainer(Trainer):
         plan: ShardingPlan | None,
         options: dict[str, Any],
     ) -> None:
-        """Parallelise the model, in place, as the arguments ask for."""
+        """Parallelise the model in place, as the arguments request."""
         args, model = self.args, self.model
         example = self._example() if example_kwargs is None else dict(example_kwargs)
         if args.bf16:
@@ -185,9 +185,9 @@ class AutoshardTrainer(Trainer):
             parallelize(model, mesh, (), example, plan=plan, **options)
 
     def _example(self) -> dict[str, Any]:
-        """Return the first batch, of all ranks, as `compute_loss` passes it to the model; random numbers stay."""
+        """Return the first batch of all ranks, as `compute_loss` passes it to the model; keep random states."""
         loader = self.get_eval_dataloader() if self.train_dataset is None else self.get_train_dataloader()
-        # A collator may draw from any of them.
+        # A collator may draw from any of these generators.
         states = random.getstate(), np.random.get_state()  # noqa: NPY002
         with torch.random.fork_rng(devices=[]):
             batch = _first_batch(loader)
@@ -222,29 +222,29 @@ class AutoshardTrainer(Trainer):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave a model where it is: `autoshard.parallelize` moves each rank's shards."""
+        """Do not move the model: `autoshard.parallelize` moves each rank's shards."""
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks by which the base class counts tokens: of data axes."""
-        # It divides the tokens of all ranks by it, and multiplies losses by what is left of `num_processes`: by one.
+        """Return the number of ranks by which the base class counts tokens: those along data axes."""
+        # The base class divides all ranks' tokens by it, and multiplies losses by `num_processes` over it: by one.
         return self.accelerator.num_processes
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the number of rows of an optimizer's step."""
+        """Return the number of rows per optimizer step."""
         return self._rows_of_batch(self._train_batch_size) * args.gradient_accumulation_steps
 
     def _rows_of_batch(self, rows: int) -> int:
-        """Return the number of rows of a whole batch with so many rows of every rank."""
+        """Return the number of rows of a whole batch, given the rows per rank."""
         return self._loaded_rows(rows) * self.accelerator.num_processes
 
     def _loaded_rows(self, rows: int) -> int:
-        # With `split_batches` a loader's batch is the whole one.
+        # With `split_batches`, a loader's batch is the whole one.
         return rows if cast(Any, self.args.accelerator_config).split_batches else rows * self._loaded_ranks
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **keywords: Any
     ) -> DataLoader:
-        """Return a loader of the rows that a rank loads, `batch_size` for each whose rows it does."""
+        """Return a loader of the rows that a rank loads: `batch_size` for each rank whose rows it loads."""
         loader: DataLoader = super()._get_dataloader(
             dataset, description, self._loaded_rows(batch_size), *args, **keywords
         )
@@ -262,12 +262,12 @@ class AutoshardTrainer(Trainer):
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
-        """Log numbers, the speed of an evaluation in steps of the mesh among them."""
+        """Log numbers, including the speed of an evaluation in steps of the mesh."""
         self._count_steps(logs)
         super().log(logs, *args, **keywords)
 
     def _count_steps(self, metrics: dict[str, float]) -> None:
-        """Correct in place the steps per second of an evaluation, which the base class divides by all processes."""
+        """Correct an evaluation's steps per second in place, which the base class divides by all processes."""
         for name in [name for name in metrics if name.endswith("_steps_per_second") and not name.startswith("train_")]:
             seconds = metrics.get(name.removesuffix("_steps_per_second") + "_runtime")
             if seconds and self._evaluated_batches:
@@ -280,9 +280,9 @@ class AutoshardTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of the whole batch, a plain tensor, and with `return_outputs` the outputs as they lie."""
+        """Return the loss of the whole batch as a plain tensor, and with `return_outputs` the outputs, unchanged."""
         if num_items_in_batch is not None:
-            # That of all ranks, and a whole number, which mixed precision does not round.
+            # The count over all ranks, as an integer, which mixed precision does not round.
             count = torch.as_tensor(num_items_in_batch) * self.get_tp_size()
             num_items_in_batch = count.round().long()
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -296,27 +296,27 @@ class AutoshardTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss of the batch, once per rank whose rows it has, and this rank's predictions and labels."""
+        """Return the batch's loss, once per rank whose rows it has, and this rank's predictions and labels."""
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
-            # The base class weighs it with the rows of one rank.
+            # The base class weights it by the rows of one rank.
             loss = loss.repeat(self._loaded_rows(1))
         return loss, pytree.tree_map_only(Tensor, self.accelerator.own_rows, logits), labels
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Gather the whole tensors, by all ranks, and write them, by the first one."""
+        """Gather the whole tensors on all ranks, and write them on the first one."""
         state = _state_to_save(self.model) if state_dict is None else state_dict
         super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the shards of model and optimizer, by all ranks, and the scheduler."""
+        """Save the shards of model and optimizer on all ranks, and the scheduler."""
         state = {"model": self._model_shards(), "optimizer": self._optimizer_shards()}
         save_distributed(state, checkpoint_id=Path(output_dir, SHARDS))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _model_shards(self) -> dict[str, Any]:
-        """Return the state to go on from: of a model with adapters, without the frozen parameters."""
+        """Return the state to resume from; for a model with adapters, without the frozen parameters."""
         state = self.model.state_dict()
         if not _adapters(self.model):
             return state
@@ -325,11 +325,11 @@ class AutoshardTrainer(Trainer):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def _optimizer_shards(self) -> dict[str, Any]:
-        """Return the optimizer's state by names of parameters; one that made no step yet makes an empty one."""
+        """Return the optimizer's state by parameter name; an optimizer without a step yet creates an empty state."""
         return get_optimizer_state_dict(self.model, unwrap_optimizer(self.optimizer))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the model: the shards of a checkpoint of this trainer, or the files of another one."""
+        """Load the model from the shards of this trainer's checkpoint, or from the files of another one."""
         folder = Path(resume_from_checkpoint)
         if (folder / SHARDS).is_dir():
             # In place: the state refers to the model's own tensors.
@@ -348,7 +348,7 @@ class AutoshardTrainer(Trainer):
             self._issue_warnings_after_load(keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer and scheduler from a checkpoint of this trainer; another one has none that fits."""
+        """Load optimizer and scheduler from a checkpoint of this trainer; others have no suitable state."""
         if checkpoint is None:
             return
         if not Path(checkpoint, SHARDS).is_dir():
@@ -365,12 +365,12 @@ class AutoshardTrainer(Trainer):
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, **keywords: Any) -> None:
-    """Save a parallelised model, or its adapters, to files that `from_pretrained` reads; all ranks call it together.
+    """Save a parallelised model, or its adapters, to files for `from_pretrained`; all ranks call it together.
 
     Args:
         model: a parallelised `PreTrainedModel` or `PeftModel`.
-        folder: for the files; on the machine of the first rank.
-        **keywords: of the model's `save_pretrained`, which the first rank calls.
+        folder: the folder of the files, on the machine of the first rank.
+        **keywords: keywords of the model's `save_pretrained`, which the first rank calls.
 
     Raises:
         InputError: the model is not parallelised, or has tensors on the meta device.
@@ -397,18 +397,18 @@ def _state_to_save(model: nn.Module) -> dict[str, Any]:
 
 
 def _adapters(model: nn.Module) -> Mapping[str, Any]:
-    """Return the configurations of a `PeftModel`'s adapters, by their names; none of another model."""
+    """Return the configurations of a `PeftModel`'s adapters by name; empty for other models."""
     configs: Mapping[str, Any] = {} if isinstance(model, PreTrainedModel) else getattr(model, "peft_config", {})
     return configs
 
 
 def _ranks_with_rows(mesh: MeshShape) -> int:
-    """Return the number of ranks with rows of their own, as transformers counts them."""
+    """Return the number of ranks with different rows, as transformers counts them."""
     return math.prod(axis.size for axis in mesh.axes if not axis.name.startswith(_SHARED_ROWS))
 
 
 def _check_one_way(model: nn.Module, mesh: DeviceMesh | None, others: Sequence[Any]) -> None:
-    """Raise an `InputError` where a model is parallelised already, and is to be parallelised again."""
+    """Raise an `InputError` unless the model is either parallelised, or plain with a mesh."""
     if mesh is None and any(others):
         raise InputError(
             "data_axes, example_kwargs, plan and options are for a model that AutoshardTrainer parallelises: pass "
@@ -424,7 +424,7 @@ def _check_one_way(model: nn.Module, mesh: DeviceMesh | None, others: Sequence[A
 
 
 def _check_arguments(args: TrainingArguments, parallelised: bool, data_axes: Sequence[str]) -> None:
-    """Raise a `PlanError` for an argument that would do something else here than its name says."""
+    """Raise a `PlanError` for an argument that would not have its documented effect here."""
     refused = {
         "fp16": (args.fp16, "use bf16=True, which needs no scale for losses"),
         "fsdp": (args.fsdp, "the plan shards the parameters"),
@@ -456,7 +456,7 @@ def _check_arguments(args: TrainingArguments, parallelised: bool, data_axes: Seq
 
 
 def _first_batch(loader: DataLoader) -> Any:
-    """Return the first batch of a loader, without an iterator of it, and so without its worker processes."""
+    """Return a loader's first batch, fetched without an iterator, so without worker processes."""
     if isinstance(loader.dataset, IterableDataset):
         rows = list(itertools.islice(iter(loader.dataset), loader.batch_size))
     else:

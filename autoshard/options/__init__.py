@@ -1,4 +1,4 @@
-"""The options of a user as one object, and the targets that planners make of them.
+"""A user's options as one object, and the targets that planners derive from them.
 
 Choices of options, for command lines and files of one's own: `EFFORTS` and `METHODS` of `Search`, `SCHEDULES` of
 `Pipeline`, `RECOMPUTE`, `OFFLOAD` and `OFFLOAD_OPTIMIZER` of `Options`, and `SEARCH_OPTIONS`, the `option` of

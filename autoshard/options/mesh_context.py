@@ -1,4 +1,4 @@
-"""The mesh that `torch.compile(model, backend="autoshard")` shards over, given by a context."""
+"""The mesh for `torch.compile(model, backend="autoshard")`, set by a context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-# A context variable and not a global: threads compile for meshes of their own.
+# A context variable, not a global: threads may compile for different meshes.
 _mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None)
 
 
@@ -16,8 +16,8 @@ _mesh: ContextVar[DeviceMesh | None] = ContextVar("autoshard_mesh", default=None
 def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """Context in which `torch.compile(model, backend="autoshard")` shards over `mesh`.
 
-    It must be around the first call of the compiled model; later calls keep the mesh. An inner context overrides an
-    outer one, and the backend's own option `mesh` overrides both.
+    It must enclose the first call of the compiled model; later calls keep the mesh. An inner context overrides an outer
+    one, and the backend's option `mesh` overrides both.
     """
     token = _mesh.set(mesh)
     try:
@@ -27,5 +27,5 @@ def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 def mesh_in_use() -> DeviceMesh | None:
-    """Return the mesh of the innermost context; None outside of all."""
+    """Return the mesh of the innermost context; None outside any."""
     return _mesh.get()

@@ -19,21 +19,21 @@ Hints = Mapping[str, Any]
 Placements = Mapping[str, Any] | Literal["planned", "auto"] | None
 """Globs over names of outputs -> placements, as `autoshard.options.placements` reads them."""
 Shares = Mapping[str, Sequence[int]]
-"""Name of one mesh axis -> the shares of its ranks, in proportion to one another."""
+"""Name of one mesh axis -> the shares of its ranks, as proportions."""
 OptimizerOption = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 Recompute = Literal["auto", "none", "full", "selective"]
 Offload = Literal["none", "auto"]
 OffloadOptimizer = Literal["none", "all", "auto"]
 Boundary = Literal["global", "local"]
-"""The tensors that a rank passes, or is given: those of the whole batch, or its own rows."""
+"""The tensors that a rank passes or gets: those of the whole batch, or its own rows."""
 Method = Literal["auto", "eliminate", "alternate", "ilp", "force"]
 Effort = Literal["fast", "full"]
 SearchOption = Literal["mini-time", "mini-parallelism", "profiling"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 ALWAYS_RECOMPUTE = frozenset[Recompute](("full", "selective"))
-"""The choices by which the same operators run again at any memory limit."""
+"""The values for which recomputation does not depend on the memory limit."""
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 OFFLOAD_OPTIMIZER: tuple[OffloadOptimizer, ...] = get_args(OffloadOptimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -50,16 +50,16 @@ class Search:
     """Options of the search for a plan.
 
     Attributes:
-        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which keeps a memory limit by sharding
-            the largest parameters (and recomputation) alone: a quicker search that finds slower plans, or none.
-        time_limit: seconds that the search may take, without capture. None stands for 120 s for a plan or a
-            search of meshes, and 240 s for a frontier. A plan whose search it ended says so in `method`.
+        method: `"auto"`, `"eliminate"`, `"alternate"` or `"ilp"`; or `"force"`, which meets a memory limit only by
+            sharding the largest parameters (and recomputation): a quicker search that finds slower plans, or none.
+        time_limit: seconds that the search may take, without capture. None means 120 s for a plan or a search of
+            meshes, and 240 s for a frontier. If it ended the search of a plan, `method` says so.
         effort: `"full"`, or `"fast"`: repeated layers always get equal plans, one problem is solved instead of several,
-            a large one only by messages and segments (Rhino's O2), and the bound may be further off.
+            a large one only by messages and segments (Rhino's O2), and the bound may be looser.
         work_limit: the solver's work limit for every problem, in its units of work. Unlike with `time_limit`, equal
-            calls end with equal plans, however busy the machine is. None: no limit.
+            calls give equal plans, however busy the machine is. None: no limit.
         verbose: log the progress of the search (logger `autoshard`, level INFO). Otherwise a line on standard error
-            shows it where that is a terminal.
+            shows it if that is a terminal.
 
     Raises:
         PlanError: a value is not valid.
@@ -74,7 +74,7 @@ class Search:
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
         _check_choice("effort", self.effort, EFFORTS)
-        # `not >` is true of NaN too.
+        # `not >` is also true for NaN.
         if self.time_limit is not None and not self.time_limit > 0:
             raise PlanError(f"time_limit={self.time_limit!r}: it must be above zero seconds.")
         if self.work_limit is not None and not self.work_limit > 0:
@@ -86,14 +86,14 @@ class Pipeline:
     """Options of a pipeline.
 
     Attributes:
-        axis: name of the mesh axis along which the stages lie; by default `"pp"`, if there is such an axis. Each place
+        axis: name of the mesh axis along which stages are placed; by default `"pp"`, if that axis exists. Each position
             on it is a pipeline rank, unless task graphs in `forward` ask for devices that add up to it (docs/hints.md).
         schedule: `"auto"`, the one with the shortest predicted step of all that fit; or a name, such as `"1F1B"`
             (`autoshard.options.SCHEDULES`), or `"custom"` for an order that autoshard searches.
         microbatches: microbatches of a step: `"auto"`, or a number that divides the batch.
         virtual: stages per rank: `"auto"`, or a number.
-        batch_dims: name of an input (such as `mask` or `batch['x']`) -> the dim of samples, along which it is split
-            into microbatches; None if every microbatch gets the whole tensor. For other inputs it is dim 0.
+        batch_dims: name of an input (such as `mask` or `batch['x']`) -> the dim of samples that is split into
+            microbatches; None if every microbatch gets the whole tensor. For other inputs it is dim 0.
 
     Raises:
         PlanError: a number is not valid.
@@ -126,93 +126,92 @@ class Options:
     """The options of a plan. Each field is also a keyword of `plan`, `parallelize`, `frontier` and `search`.
 
     Attributes:
-        hints: globs of parameter or module paths -> placements that the planner must keep; or, of module paths,
+        hints: globs of parameter or module paths -> placements that the planner must keep; or, for module paths,
             `autoshard.replicate(n)`, `autoshard.split(n)`, `autoshard.recompute()`, `autoshard.keep()` or
             `autoshard.offload()`. See docs/hints.md.
         memory_limit: bytes per device (or `"24GiB"`) that the step's peak may reach. Not for `frontier`.
         optimizer: the optimizer that will train the model: an optimizer, its class, or a name such as `"adamw"` (the
-            default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's takes whole parameters
-            alone). Its state, and its temporary tensors, are memory.
-        optimizer_bytes_per_element: of an optimizer that is none of these, the state that it keeps for every element
-            of a trained parameter.
-        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, the
-            preset of the GPU that is there, or the nearest one scaled to it, for a CUDA mesh, and `"h100"` for
-            everything else.
+            default), `"sgd"`, `"momentum"` or `"adafactor"` (`autoshard.Adafactor`: torch's accepts only whole
+            parameters). Memory includes its state and its temporary tensors.
+        optimizer_bytes_per_element: for any other optimizer, the bytes of its state per element of a trained parameter.
+        cluster: a preset's name, a path of a cluster file, or a `Cluster`; by default `"cpu"` for a CPU mesh, for a
+            CUDA mesh the preset of the present GPU, or the nearest one scaled to it, and `"h100"` otherwise.
         mp_policy: precisions, as `fully_shard(module, mp_policy=...)` understands them: parameters stay in their own
             dtype, and are cast to `param_dtype` before they are gathered; the inputs of `forward` are cast too
             (`cast_forward_inputs`), its outputs to `output_dtype`; gradients are reduced in `reduce_dtype`, or the
             dtype of the compute, and then cast back.
-        recompute: the part of the forward pass that the backward pass runs again, instead of keeping its results.
-            `"auto"`: single operators of layers, chosen together with the placements, as the memory limit asks for, and
-            none without a limit. `"none"`: nothing. At any limit: `"full"`: every layer, so that only what enters and
-            leaves layers is kept; `"selective"`: of every layer the operators that are cheap, all but products with
-            matrices, convolutions, attention and recurrence. Besides, what hints and `autoshard.recompute()` or
-            `torch.utils.checkpoint` in the model's code name runs again, and what `autoshard.keep()` names does not. A
-            frontier has `"none"` by default. Random numbers are never drawn anew; collectives that run again are part
-            of the price.
+        recompute: the part of the forward pass that the backward pass recomputes instead of keeping its results.
+            `"auto"`: single operators of layers, chosen together with the placements to meet the memory limit, and none
+            without a limit. `"none"`: nothing. With or without a limit: `"full"`: every layer, so that only inputs and
+            outputs of layers are kept; `"selective"`: the cheap operators of every layer, all but matrix products,
+            convolutions, attention and recurrence. In addition, what hints and `autoshard.recompute()` or
+            `torch.utils.checkpoint` in the model's code name is recomputed, and what `autoshard.keep()` names is not.
+            The default for a frontier is `"none"`. Recomputation repeats the same random numbers; its collectives are
+            included in the price.
         offload: the tensors that are moved to the host between the halves of the step. `"none"`: those that hints and
-            `autoshard.offload()` in the model's code name. `"auto"`: besides, under a memory limit, those that make the
-            step faster than other ways to keep the limit. Copies run beside compute, unless the program is compiled.
-            Not for pipelines, whose stages keep their tensors: a search of meshes plans them without.
-        offload_optimizer: the parameters whose optimizer state lies on the host, which updates them (ZeRO-Offload).
-            `"none"`: none. `"all"`: all that are trained. `"auto"`: under a memory limit, those that make the step,
-            updates on the host included, faster than other ways to keep the limit. Optimizers of torch that work
-            element by element, made as always, then keep their state there. Not for pipelines.
-        host_memory: bytes of the host that one device may fill (or `"100GiB"`); by default those that the cluster
-            tells, or any number where it tells none.
-        dynamic: sizes that calls may change: for inputs by name, `{dim: name}`, such as
-            `{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims of one name have one size.
-            In place of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`).
-            Costs are those of the example's sizes. One plan serves all sizes; what an axis does not divide is padded,
-            so that at most one axis splits such a dim.
-        shares: for devices of different speed, the shares of the ranks of one mesh axis, in proportion to one another,
-            such as `{"dp": (4, 2)}`. With `dynamic` they are of the batch, the size that it gives dim 0 of the inputs.
-            Every rank runs operators on its own rows, without padding; means, losses and gradients are those of the
-            global batch. Global inputs are shared in these proportions; local ones as they come, at least one row a
-            rank. On this axis tensors that have to do with the batch are split along it or not at all. Without
-            `dynamic` they are of every dim that a plan of equal parts splits along the axis, if so many parts divide it
-            (`(5, 3)` are 8 parts): samples, heads, columns, classes. Parameters with such dims lie whole on this axis,
-            and every rank computes with its part of them; a hint that one is sharded there names the dim to split. The
-            predicted step is that of the rank that ends last; memory is that of equal shares. `"auto"`: where the
-            cluster has devices of several kinds along an axis, and inputs are global, shares in proportion to speed, as
-            far as memory allows, if they make the step shorter (`plan.shares` has them); else equal ones. None: equal
-            ones. In a pipeline they are of every microbatch, on an axis besides the pipeline's, and need no `dynamic`;
-            memory is that of the device with the least room for its share.
+            `autoshard.offload()` in the model's code name. `"auto"`: in addition, under a memory limit, those for which
+            this is faster than other ways to meet the limit. Copies overlap with compute, unless the program is
+            compiled. Not for pipelines, whose stages keep their tensors: a search of meshes plans them without.
+        offload_optimizer: the parameters whose optimizer state is kept and updated on the host (ZeRO-Offload).
+            `"none"`: none. `"all"`: all trained ones. `"auto"`: under a memory limit, those for which the step, updates
+            on the host included, is faster than with other ways to meet the limit. Elementwise optimizers of torch,
+            created as usual, then keep their state there. Not for pipelines.
+        host_memory: bytes of host memory that one device may use (or `"100GiB"`); by default that of the cluster, or
+            unlimited if the cluster has no number.
+        dynamic: sizes that may differ between calls: for inputs by name, `{dim: name}`, such as `{"input_ids": {0:
+            "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}`; dims with the same name have the same size. Instead
+            of a name, a `torch.export.Dim` may limit the size, or make it a multiple (`8 * Dim("batch")`). Costs are
+            those of the example's sizes. One plan serves all sizes; sizes that an axis does not divide are padded, so
+            at most one axis splits such a dim.
+        shares: for devices of different speed, the shares of the ranks of one mesh axis, as proportions, such as
+            `{"dp": (4, 2)}`. With `dynamic` they apply to the batch, the dynamic size of dim 0 of the inputs. Every
+            rank runs operators on its own rows, without padding; means, losses and gradients are those of the global
+            batch. Global inputs are split in these proportions; local ones are taken as passed, at least one row per
+            rank. On this axis, tensors that depend on the batch are split along it or not at all. Without `dynamic`
+            they apply to every dim that a plan with equal parts splits along the axis, if the number of parts divides
+            it (`(5, 3)` are 8 parts): samples, heads, columns, classes. Parameters with such dims are whole on this
+            axis, and every rank computes with its part of them; a hint that one is sharded there names the dim to
+            split. The predicted step is that of the slowest rank; memory is that of equal shares. `"auto"`: if the
+            cluster has several kinds of devices along an axis, and inputs are global, shares in proportion to speed, as
+            far as memory allows, if they make the step shorter (`plan.shares` has them); otherwise equal ones. None:
+            equal ones. In a pipeline they apply to every microbatch, on an axis other than the pipeline's, and need no
+            `dynamic`; memory is that of the device with the least room for its share.
         inputs: `"global"`: every rank passes whole tensors; `"local"`: its own rows, as a data loader yields them. The
-            ranks compare the sizes of every call and raise one error. They may pass rows of different numbers if these
-            are the parts that `Shard` makes of one batch, the last ones shorter or empty; other sizes are captured
-            once. A rank that makes fewer calls is not detected: the others wait for it until torch's timeout.
-        outputs: `"global"`: outputs come back whole; `"local"`: this rank's rows of the outputs that have the batch, as
-            plain tensors, and others whole. The gradients of such rows are those of the mean over the data axes of the
-            ranks' losses, as in `DistributedDataParallel`. Those of a loss that `forward` returns are that loss's.
-        data_axes: for local inputs and outputs, the names of the mesh axes along which ranks have rows of their own.
-            Ranks along other axes pass the same rows, which the first call of every kind compares. By default they are
-            the axes over which `input_placements` or the given plan split rows, or those with names such as `"dp"`,
+            ranks compare the sizes of every call and raise one error. Numbers of rows may differ between ranks if they
+            are those of the blocks of `Shard` for one batch, the last ones shorter or empty; other sizes are captured
+            once. A rank with fewer calls is not detected: the others wait for it until torch's timeout.
+        outputs: `"global"`: outputs are whole; `"local"`: outputs with the batch are this rank's rows, as plain
+            tensors, and others are whole. The gradients of such rows are those of the mean of the ranks' losses over
+            the data axes, as in `DistributedDataParallel`. If `forward` returns a loss, gradients are those of this
+            loss.
+        data_axes: for local inputs and outputs, the names of the mesh axes along which ranks have different rows. Ranks
+            along other axes pass the same rows, which the first call of every kind compares. By default they are the
+            axes over which `input_placements` or the given plan split rows, or those with names such as `"dp"`,
             `"fsdp"` or `"data"`, or the only axis.
         example_inputs: the tensors of the example call: `"global"`, the whole batch; or `"local"`, with local inputs,
-            rows as one rank passes them.
+            the rows of one rank.
         input_placements: for local inputs, globs over their names -> placements, such as `{"mask": Replicate()}` or
-            `{"x": {"tp": Shard(1)}}`; see docs/hints.md. Axes that are left open are as by default: the first dim of
-            the inputs with the batch's size is split over the data axes, and all else is whole.
-        output_placements: None: as `outputs` says; `"planned"`: as they lie, as DTensors; `"auto"`: outputs that come
-            beside a loss (a scalar that is differentiated) as they lie, as DTensors where they are sharded, and all
-            outputs whole where there is no loss, or in a pipeline; or globs over names of outputs -> placements, in
-            which these come back as DTensors, or as local tensors with `outputs="local"`.
-            Axes that are left open are whole, with `outputs="local"` rows on the data axes.
+            `{"x": {"tp": Shard(1)}}`; see docs/hints.md. By default, and on axes left open, the first dim of inputs
+            with the batch's size is split over the data axes, and everything else is whole.
+        output_placements: None: as `outputs` says; `"planned"`: DTensors with the planned placements; `"auto"`: outputs
+            beside a loss (a differentiated scalar) keep their placements, as DTensors where they are sharded, and all
+            outputs are whole without a loss, or in a pipeline; or globs over names of outputs -> placements, with which
+            these are returned as DTensors, or as local tensors with `outputs="local"`. Axes left open are whole, with
+            `outputs="local"` rows on the data axes.
         unread_outputs: names of outputs that training does not read, or globs over them, such as `("logits",)`. A call
-            with gradients enabled that returns a loss, a floating scalar that has a gradient, has None in their place,
-            and its program does not make them: a loss of large logits that nobody reads may be computed in pieces
+            with gradients enabled that returns a loss, a floating-point scalar with a gradient, returns None instead of
+            them, and its program does not compute them: a loss with large, unread logits may be computed in pieces
             (docs/memory.md). Every other call, such as one under `torch.no_grad()`, returns all of its outputs. Later
-            calls may lack what the first training call has. Not for pipelines.
-        accumulate: backwards for every step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
-            predicted step is one run, with its part of the reductions; memory counts the sums of the runs before, most
-            of which have the size of gradients before their reduction. Plans of more runs shard less over axes that
-            split the batch. Not for pipelines, which add up their microbatches, nor for `frontier` and `search`.
-        compile: compile the local forward and backward programs by inductor. The plan counts what the compiler fuses as
-            one kernel, and no memory for what such kernels alone read.
+            calls may lack outputs of the first training call. Not for pipelines.
+        accumulate: backwards per step of the optimizer, all but the last of which run in `autoshard.no_sync`. The
+            predicted step is one run, with its part of the reductions; memory includes the sums of earlier runs, most
+            of which have the size of gradients before their reduction. Plans with more runs shard less over axes that
+            split the batch. Not for pipelines, which sum over microbatches, nor for `frontier` and `search`.
+        compile: compile the local forward and backward programs by inductor. The plan prices operators that the
+            compiler fuses as one kernel, and counts no memory for tensors read only inside such kernels.
         search: how to search, see `Search`.
-        pipeline: schedule and microbatches of a pipeline, see `Pipeline`. A pipeline is given a whole batch as example,
-            and refuses `dynamic`, local inputs and outputs, and `output_placements`.
+        pipeline: schedule and microbatches of a pipeline, see `Pipeline`. The example of a pipeline is a whole batch;
+            `dynamic`, local inputs and outputs, and `output_placements` are refused.
 
     Raises:
         PlanError, InputError, BudgetError: a value is not valid; the message names it.
@@ -247,7 +246,7 @@ class Options:
         _check_choice("offload", self.offload, OFFLOAD)
         _check_choice("offload_optimizer", self.offload_optimizer, OFFLOAD_OPTIMIZER)
         _check_boundary(self)
-        # A dict in place of an object is a likely mistake, and would fail late, in the planner.
+        # Passing a dict instead of an object is a likely mistake, and would fail late, in the planner.
         for name, group in (("search", Search), ("pipeline", Pipeline)):
             if not isinstance(getattr(self, name), group):
                 raise PlanError(
@@ -259,7 +258,7 @@ class Options:
                 f"accumulate={self.accumulate!r}: it is the number of backwards for every step of the optimizer, a "
                 "whole number from 1 up."
             )
-        # Parsed for its errors: a wrong unit is reported before the module is captured.
+        # Parsed to raise errors: a wrong unit is reported before the module is captured.
         for size in (self.memory_limit, self.host_memory):
             if size is not None:
                 parse_bytes(size)
@@ -268,12 +267,12 @@ class Options:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The memory limit in bytes; None without one."""
+        """The memory limit in bytes; None for no limit."""
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
     @property
     def host_bytes(self) -> int | None:
-        """The bytes of the host that one device may fill; None where they are not given."""
+        """The bytes of host memory that one device may use; None if not given."""
         return None if self.host_memory is None else parse_bytes(self.host_memory)
 
 
@@ -349,7 +348,7 @@ class _EntryPoint:
 _ENTRY_POINTS = {
     "plan": _EntryPoint(),
     "parallelize": _EntryPoint(),
-    # A frontier has plans for all limits of memory.
+    # A frontier has plans for all memory limits.
     "frontier": _EntryPoint(
         240.0,
         {"recompute": "none", "shares": None},
@@ -366,7 +365,7 @@ _ENTRY_POINTS = {
         ),
     ),
     "why_not": _EntryPoint(),
-    # No standard layout has shares, or gathers outputs.
+    # No standard layout has shares or gathers outputs.
     "compare": _EntryPoint(
         defaults={"shares": None, "output_placements": "planned"},
         refused=frozenset({"inputs", "input_placements", "dynamic", "shares", "pipeline"}),
@@ -380,7 +379,7 @@ _ENTRY_POINTS = {
 
 
 def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
-    """Return the options of the keywords that a user gave to a function.
+    """Return the options for the keywords that a user passed to a function.
 
     Args:
         function: the function: `"plan"`, `"parallelize"`, `"frontier"`, `"search"`, `"compare"`, `"why_not"` or
@@ -399,7 +398,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
     grouped: dict[str, dict[str, Any]] = {"search": {}, "pipeline": {}}
     values: dict[str, Any] = dict(rules.defaults)
     for name, value in keywords.items():
-        # A function that refuses a group refuses the earlier keywords of the group too.
+        # A function that refuses a group also refuses the earlier keywords of the group.
         group, new_name = _GROUPED.get(name, ("", name))
         if group in known:
             grouped[group][new_name] = value
@@ -412,7 +411,7 @@ def collect_options(function: str, keywords: Mapping[str, Any]) -> Options:
             _warn_of_earlier_keywords(function, group, grouped[group])
             values[group] = replace(values.get(group, kind()), **grouped[group])
     options = Options(**values)
-    # An explicit group without a limit, `Search(method="ilp")`, gets the function's limit too.
+    # An explicit group without a limit, `Search(method="ilp")`, gets the function's limit, too.
     if options.search.time_limit is None:
         options = replace(options, search=replace(options.search, time_limit=rules.time_limit))
     return options
@@ -433,7 +432,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_boundary(options: Options) -> None:
-    """Raise a `PlanError` for options of inputs and outputs that are not valid, or have no meaning together."""
+    """Raise a `PlanError` for invalid or contradictory options of inputs and outputs."""
     for name, meaning in (
         ("inputs", "every rank passes whole tensors"),
         ("outputs", "every rank is given whole tensors"),
@@ -473,7 +472,7 @@ def _check_shares(options: Options) -> None:
     shares = options.shares
     if shares is None or shares == "auto":
         return
-    # Names of axes and numbers of ranks are checked where the mesh is known.
+    # Axis names and numbers of ranks are checked once the mesh is known.
     if not isinstance(shares, Mapping) or len(shares) != 1:
         raise PlanError(
             f'shares={shares!r}: name one mesh axis and what each of its ranks takes: {{"dp": (4, 2)}}; or say "auto", '
@@ -490,7 +489,7 @@ def _check_shares(options: Options) -> None:
 def _check_policy(policy: object) -> None:
     if policy is None:
         return
-    # torch's class checks nothing itself.
+    # torch's class does not check anything.
     if not isinstance(policy, MixedPrecisionPolicy):
         raise InputError(
             f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy("

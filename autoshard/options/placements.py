@@ -1,7 +1,7 @@
-"""Placements that a user gives by name, for parameters (hints), inputs and outputs: one syntax, one parser.
+"""Placements that a user gives by name, for parameters (hints), inputs and outputs, and their parser.
 
-Names are globs. A value is one placement, for every mesh axis; a sequence of one for each mesh axis; or a mapping from
-names of axes. None in a sequence, and axes that a mapping does not name, stay open.
+Names are globs. A value is one placement for all mesh axes; a sequence with one for each mesh axis; or a mapping from
+axis names. None in a sequence, and axes missing in a mapping, remain open.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autoshard.specs.spec import is_shard, placement_text, shard_placement, spli
 
 PlacementValue = Placement | Sequence[Placement | None] | Mapping[str, Placement]
 Pins = tuple[Placement | None, ...]
-"""A placement per mesh axis; None where it is open."""
+"""A placement per mesh axis; None if it is open."""
 Shapes = Mapping[str, Sequence[int]]
 
 
 class InfeasibleHintError(HintError):
-    """The option names what there is, and no plan on this mesh can have it."""
+    """The option names something that exists, but no plan on this mesh can satisfy it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A placement, and the glob that asks for it."""
+    """A placement, and the glob that requested it."""
 
     glob: str
     placement: Placement
@@ -36,11 +36,11 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class PlacementOption:
-    """The option that has the placements, as errors show it.
+    """The option with the placements, as named in errors.
 
     Attributes:
         text: the start of an error, with `{}` for the glob, such as `"the hint {}"`.
-        others: what a value may be besides placements, such as `"; or autoshard.split(n)"`.
+        others: what a value may be other than placements, such as `"; or autoshard.split(n)"`.
     """
 
     text: str
@@ -51,11 +51,11 @@ class PlacementOption:
         return self.text.format(repr(glob))
 
     def per_axis(self, glob: str, value: object, mesh: MeshShape) -> Pins:
-        """Return a value as one placement or None per mesh axis.
+        """Return a value as one placement, or None, per mesh axis.
 
         Raises:
-            HintError: the value is no placement, or `Partial`; there are not as many as axes; or an axis does not
-                exist.
+            HintError: the value is not a placement, or is `Partial`; the number of placements is not that of axes; or
+                an axis does not exist.
         """
         subject = self.subject(glob)
         if isinstance(value, Placement):
@@ -77,7 +77,7 @@ class PlacementOption:
         raise self._not_a_placement(glob, value)
 
     def _check_placement(self, glob: str, value: object) -> Placement:
-        """Return a placement; raise a `HintError` if no tensor outside the step can have it."""
+        """Return a placement; raise a `HintError` if a tensor outside the step cannot have it."""
         if isinstance(value, Partial):
             raise HintError(
                 f"{self.subject(glob)} asks for {value!r}: a tensor outside the step cannot be Partial, since it is a "
@@ -100,13 +100,13 @@ class PlacementOption:
         shapes: Shapes,
         mesh: MeshShape,
     ) -> dict[str, list[Pin | None]]:
-        """Return the pins of every tensor that a glob reaches, one or None per mesh axis.
+        """Return the pins of every tensor that a glob matches, one or None per mesh axis.
 
-        Dims are counted from the front, and on an axis of size 1 everything is replicated.
+        Dims are counted from the front, and everything is replicated on an axis of size 1.
 
         Args:
             requested: glob -> value.
-            names_of: returns the names of the tensors that a glob reaches.
+            names_of: returns the names of the tensors that a glob matches.
             shapes: name -> global shape.
             mesh: the mesh axes.
 
@@ -134,18 +134,18 @@ class PlacementOption:
                 f"{self.subject(glob)} shards dim {dim} of {name}, which has {len(shape)} dims (shape {tuple(shape)}). "
                 f"Choose a dim below {len(shape)}, or let the glob match fewer tensors."
             )
-        # An axis of size 1 shards nothing; plans say that in one way only.
+        # An axis of size 1 shards nothing; plans always write this as replicated.
         return Replicate() if size == 1 else shard_placement(dim % len(shape), split_factor_of(placement))
 
     def _merge(self, before: Pin | None, pin: Pin, name: str, axis: str) -> Pin:
-        """Return the pin of an axis; raise a `HintError` if two globs ask for different ones."""
+        """Return the pin of an axis; raise a `HintError` if two globs request different ones."""
         if before is not None and before.placement != pin.placement:
             raise InfeasibleHintError(
                 f"{self.subject(before.glob)} and {self.subject(pin.glob)} contradict each other on {name}, mesh axis "
                 f"{axis!r}: {before.glob!r} asks for {placement_text(before.placement)}, {pin.glob!r} for "
                 f"{placement_text(pin.placement)}. Drop one of them, or let their globs match different tensors."
             )
-        # Equal pins agree; the first one stays, for error messages.
+        # Equal pins agree; keep the first one, for error messages.
         return before or pin
 
 
@@ -154,18 +154,18 @@ OUTPUTS = PlacementOption("output_placements[{}]")
 
 
 def fill(pins: Sequence[Pin | None], default: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return the placements of pins, with those of a default on the axes that are open."""
+    """Return the placements of pins, with default ones on open axes."""
     return tuple(pin.placement if pin else other for pin, other in zip(pins, default, strict=True))
 
 
 def names_reached(glob: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of inputs or outputs that a glob matches; brackets stand for themselves, as in `output[0]`."""
+    """Return the names of inputs or outputs that a glob matches; brackets are literal, as in `output[0]`."""
     if not isinstance(glob, str):
         raise HintError(f"{glob!r} is not a text: placements are keyed by globs over names.")
     return matching_paths(glob, names)
 
 
 def unknown_name_error(kind: str, glob: str, known: Collection[str]) -> HintError:
-    """Return the error about a name of an input or output that a call does not have."""
+    """Return the error about an unknown name of an input or output of a call."""
     names = ", ".join(known) or "none"
     return HintError(f"there is no {kind} {glob!r}; the {kind}s are {names}. {suggestion(glob, known)}")

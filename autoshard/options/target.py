@@ -1,4 +1,4 @@
-"""The target of a plan: a user's options for one graph on the devices that there are."""
+"""The target of a plan: a user's options for one graph on the available devices."""
 
 from __future__ import annotations
 
@@ -22,30 +22,28 @@ from autoshard.specs.data_axes import axes_of_rows, check_data_axes, find_data_a
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Limits of a plan, and how to search for it.
+    """Limits of a plan, and options of its search.
 
     Attributes:
         memory_limit: bytes per device that the step's peak may reach; None for no limit.
         optimizer: the memory of the optimizer.
-        method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and keeps a limit only by forcing
+        method: one of `autoshard.options.METHODS`; "force" is "auto" without a limit, and meets a limit only by forcing
             the largest parameters to be sharded (Rhino 4.4).
         time_limit: seconds for the whole search.
-        recompute: what the backward half may run again, one of `autoshard.options.RECOMPUTE`.
-        offload: what is moved to the host beside what hints name, one of `autoshard.options.OFFLOAD`.
-        offload_optimizer: the parameters whose optimizer state is on the host: one of
-            `autoshard.options.OFFLOAD_OPTIMIZER`, or their names, which an earlier plan chose.
-        host_memory: bytes of the host that one device may fill; None where no number is known.
-        effort: one of `autoshard.options.EFFORTS`; "fast" takes the first result of messages or segments on tied
-            layers.
-        work_limit: the solver's work limit for every problem, in its units of work, under which equal runs give equal
+        recompute: what the backward half may recompute, one of `autoshard.options.RECOMPUTE`.
+        offload: what is moved to the host besides what hints name, one of `autoshard.options.OFFLOAD`.
+        offload_optimizer: the parameters with optimizer state on the host: one of
+            `autoshard.options.OFFLOAD_OPTIMIZER`, or their names, chosen by an earlier plan.
+        host_memory: bytes of host memory that one device may use; None if unknown.
+        effort: one of `autoshard.options.EFFORTS`; "fast" uses the first result of messages or segments on tied layers.
+        work_limit: the solver's work limit for every problem, in its units of work, so that equal runs give equal
             plans, however busy the machine is; None for no limit.
-        gradient_steps: runs of the step, such as microbatches of a pipeline, whose gradients are added up before they
-            are reduced; a reduction counts so much less.
-        under_way: runs of the step, such as microbatches of a pipeline, that are under way at once, each of which holds
-            its saved tensors.
-        reduced: the gradients that are reduced once for several runs; others are reduced with every run, and count in
-            full.
-        holds_sums: True if the sums of the runs before are held in a run, and are no part of another account.
+        gradient_steps: the number of runs of the step, such as microbatches of a pipeline, whose gradients are summed
+            before they are reduced; a reduction's price is divided by it.
+        under_way: the number of runs of the step, such as microbatches of a pipeline, in flight at once, each with its
+            saved tensors.
+        reduced: the gradients that are reduced once for several runs; others are reduced in every run, at full price.
+        holds_sums: True if a run holds the sums of earlier runs, and no other account includes them.
     """
 
     memory_limit: int | None = None
@@ -65,30 +63,29 @@ class Settings:
 
     @property
     def left_unreduced(self) -> DeferredReduction | None:
-        """The gradients that a run of the step leaves unreduced; None if it reduces all."""
+        """The gradients that a run of the step does not reduce; None if it reduces all."""
         return self.reduced if self.gradient_steps > 1 else None
 
     @property
     def runs_per_reduction(self) -> int:
-        """Runs of the step for each reduction of a gradient, as the search counts them."""
-        # Gradients of one stage may be reduced with every microbatch, which then count in full.
+        """Runs of the step per reduction of a gradient, as assumed in the search."""
+        # Gradients within a stage may be reduced in every microbatch, at full price.
         return self.gradient_steps if self.reduced == "step" else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of the plan of one graph.
+    """The target of one graph's plan.
 
-    The targets of a stage of a pipeline, and of devices with shares, differ from the user's options, which stay as they
-    are.
+    The targets of a pipeline stage, and of devices with shares, differ from the user's options, which do not change.
 
     Attributes:
-        options: as the user gave them.
-        cluster: the devices, with the compiler's prices where local programs are compiled.
-        settings: limits, and how to search.
+        options: the user's options.
+        cluster: the devices, with the compiler's prices if local programs are compiled.
+        settings: limits, and options of the search.
         hints, inputs, outputs, input_placements, output_placements, dynamic, shares: as in `Options`.
-        data_axes: the names of the axes along which ranks have rows of their own, in the order of the mesh; empty
-            before `on_mesh`, and where inputs and outputs are global.
+        data_axes: the names of the axes along which ranks have different rows, in the order of the mesh; empty before
+            `on_mesh`, and if inputs and outputs are global.
     """
 
     options: Options
@@ -109,13 +106,13 @@ class Target:
 
         Raises:
             ClusterError: there is no such cluster.
-            PlanError: the optimizer is unknown, or can't have its state on the host.
+            PlanError: the optimizer is unknown, or does not support state on the host.
         """
         cluster = default_cluster(device_type) if options.cluster is None else Cluster.of(options.cluster)
         # A compiler fuses kernels, which changes their prices.
         if options.compile:
             cluster = cluster.with_compiler
-        # torch's optimizers update all parameters with one call per operator on accelerators, one by one on CPUs.
+        # torch's optimizers update all parameters with one call per operator on accelerators, but one by one on CPUs.
         foreach = cluster.name != "cpu" if device_type is None else device_type != "cpu"
         search, shares = options.search, options.shares
         assert search.time_limit is not None, "options come from a function that has a time limit"
@@ -126,7 +123,7 @@ class Target:
                 "updates elements of shards, and rows and columns of Adafactor's state are of whole matrices. Plan for "
                 'another optimizer, such as "adamw", or with offload_optimizer="none".'
             )
-        # Tuples compare, and can be keys.
+        # Tuples are comparable and hashable.
         if isinstance(shares, Mapping):
             shares = {axis: tuple(counts) for axis, counts in shares.items()}
         return Target(
@@ -157,10 +154,10 @@ class Target:
         )
 
     def on_mesh(self, mesh: MeshShape, plan: ShardingPlan | None = None) -> Target:
-        """Return the target with its data axes on a mesh, and with the placements of local inputs of a given plan.
+        """Return the target with its data axes on a mesh, and the placements of local inputs of a given plan.
 
         Raises:
-            MeshError: the mesh has no such axis, or no name tells which axes of several they are.
+            MeshError: the mesh has no such axis, or no names identify the data axes among several.
             HintError: `input_placements` are not valid.
         """
         if self.inputs == self.outputs == "global":
@@ -178,7 +175,7 @@ class Target:
 
     @property
     def in_pipeline(self) -> Target:
-        """The target without what no pipeline does: stages keep their tensors on devices, and make all outputs."""
+        """The target without options that pipelines lack: stages offload nothing, and compute all outputs."""
         options = replace(self.options, unread_outputs=())
         return replace(self, options=options, settings=replace(self.settings, offload="none"))
 
@@ -189,12 +186,12 @@ class Target:
     def input_pins(
         self, mesh: MeshShape, shapes: Shapes, *, may_be_one: bool = False
     ) -> dict[str, tuple[Placement, ...]]:
-        """Return how local inputs lie: as `input_placements` says, else rows over the data axes, else whole.
+        """Return the placements of local inputs: by `input_placements`, else rows over the data axes, else whole.
 
         Args:
             mesh: the mesh axes.
             shapes: input path -> its shape, global or local.
-            may_be_one: True for shapes of a rank's own inputs, whose batch may be one row.
+            may_be_one: True for shapes of a rank's own inputs, whose batch may be a single row.
 
         Raises:
             HintError: a placement is not valid for an input of that name.

@@ -1,7 +1,7 @@
-"""What the backward half of a step reads of the forward half, layer by layer, and where it has it from.
+"""The sources of values that the backward half of a step reads from the forward half, layer by layer.
 
-A tensor that both halves read is kept on the device, or gathered again, or made again by operators, or waits on the
-host. A table has a row for each layer, equal layers in one; `str(plan)`, `plan.explain` and the page of a plan show it.
+A tensor that both halves read is kept on the device, gathered again, recomputed by operators, or offloaded to the host.
+A table has one row per layer, and one for equal layers; `str(plan)`, `plan.explain` and the page of a plan show it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autoshard.plans.plan_data import Decision, PlanContents
 from autoshard.report import Note, Table, names, numbers, texts
 from autoshard.units import format_bytes, format_seconds
 
-_MOST_LISTED = 4  # operators of a row that have a name
+_MOST_LISTED = 4  # operators named in a row
 
-# The column of a source, and what it means.
+# The column of a source, and its meaning.
 _COLUMNS = {
     "saved": ("kept", "on the device from one half to the other"),
     "gathered": ("copies kept", "gathered parameters and inputs that stay on the device"),
@@ -33,12 +33,12 @@ SOURCES_TITLE = "What the backward half reads"
 
 @dataclass(frozen=True, slots=True)
 class BackwardSources:
-    """Where the backward half has what it reads of a part of the forward half.
+    """The sources of what the backward half reads of a part of the forward half.
 
     Attributes:
-        bytes: of one device, by source (`memory.footprint.SOURCES`).
-        operators: name of an operator -> how often one of them runs again, without views, which take no time.
-        seconds: predicted, of these operators.
+        bytes: bytes of one device, by source (`memory.footprint.SOURCES`).
+        operators: name of an operator -> how often it is recomputed, without views, which take no time.
+        seconds: predicted seconds of these operators.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -51,19 +51,19 @@ class BackwardSources:
 
 
 def rerun_decisions(plan: PlanContents) -> list[Decision]:
-    """Return the operators of the backward half that run again what the forward half ran."""
+    """Return the operators in the backward half that recompute forward operators."""
     again = {rerun_name(name) for name in plan.recomputed}
     again |= {rerun_name(choice.node) for choice in plan.choices if choice.phase == "forward"}
     return [choice for choice in plan.choices if choice.phase == "backward" and choice.node in again]
 
 
 def sources_of(plans: Iterable[PlanContents]) -> dict[str, BackwardSources]:
-    """Return by path of module what the backward half has from where, in the order in which modules run.
+    """Return the sources by module path, in the order in which modules run.
 
-    Modules of which it reads nothing are listed, too. Without a backward half there are no such bytes.
+    Modules of which the backward half reads nothing are included. Without a backward half, all bytes are zero.
 
     Args:
-        plans: one of a whole step, or those of the stages of a pipeline: then all is of one microbatch.
+        plans: the plan of a whole step, or those of the stages of a pipeline; the result is then per microbatch.
     """
     sources: dict[str, BackwardSources] = {}
     for plan in plans:
@@ -79,7 +79,7 @@ def sources_of(plans: Iterable[PlanContents]) -> dict[str, BackwardSources]:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Equal layers, or modules outside of layers: one text for their paths, their number, and the sum of them all."""
+    """Equal layers, or modules outside layers: one text for their paths, their number, and their sum."""
 
     text: str
     count: int
@@ -87,8 +87,8 @@ class LayerRow:
 
 
 def layer_rows(sources: Mapping[str, BackwardSources]) -> list[LayerRow]:
-    """Return the rows of all layers that the backward half reads of, and of the modules outside of layers."""
-    # A layer is the element of a list of modules, as for recomputation.
+    """Return the rows of all layers, and of modules outside layers, from which the backward half reads."""
+    # A layer is an element of a list of modules, as for recomputation.
     elements = group_by_list_element({path: path for path in sources})
     layer_of = {path: layer for layer, paths in elements.items() for path in paths}
     layers: dict[str, BackwardSources] = {}
@@ -99,8 +99,8 @@ def layer_rows(sources: Mapping[str, BackwardSources]) -> list[LayerRow]:
 
 
 def module_rows(sources: Mapping[str, BackwardSources]) -> list[LayerRow]:
-    """Return the rows of all modules that the backward half reads of; modules that are alike are one row."""
-    # Seconds are no part of the key: equal layers differ in them by rounding.
+    """Return the rows of all modules from which the backward half reads; equal modules share a row."""
+    # The key omits seconds: equal layers differ in them by rounding.
     keys = {
         path: (frozenset(one.bytes.items()), frozenset(one.operators.items()))
         for path, one in sources.items()
@@ -120,7 +120,7 @@ def _sum(parts: Iterable[BackwardSources]) -> BackwardSources:
 
 
 def sources_parts(rows: Sequence[LayerRow]) -> tuple[Table | Note, ...]:
-    """Return a table of these rows and of their sum, and what its columns mean; nothing without rows."""
+    """Return a table of these rows and their sum, with notes on its columns; nothing without rows."""
     if not rows:
         return ()
     total, shown = _total(rows), _shown_sources(rows)
@@ -138,7 +138,7 @@ def sources_parts(rows: Sequence[LayerRow]) -> tuple[Table | Note, ...]:
 
 
 def _cells(row: LayerRow, shown: Sequence[str], again: bool) -> list[str]:
-    """Return the texts of a row, with operators that run again where any row has them."""
+    """Return the cells of a row, with a column of recomputed operators if any row has them."""
     one = row.sources
     sizes = [format_bytes(one.bytes[source]) if one.bytes[source] else "" for source in shown]
     if not again:
@@ -152,7 +152,7 @@ def _total(rows: Iterable[LayerRow]) -> BackwardSources:
 
 
 def _shown_sources(rows: Iterable[LayerRow]) -> list[str]:
-    """Return the sources that a column is of: those of some bytes."""
+    """Return the sources with a column: those with any bytes."""
     held = _total(rows).bytes
     return [source for source in SOURCES if held[source]]
 

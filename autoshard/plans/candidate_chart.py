@@ -1,4 +1,4 @@
-"""The charts of candidates of a search: which were planned, how fast they are, what they hold, and which was chosen."""
+"""The charts of a search's candidates: which were planned, their speed and memory, and which was chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from autoshard.report import Axis, Chart, Mark, Plot, Series
 from autoshard.units import format_bytes, format_seconds
 
-_MOST = 30  # candidates of the chart: about a screen; the table has them all
+_MOST = 30  # candidates in the chart: about a screen; the table has all
 
 Fate = Literal["chosen", "slower", "too large", "estimate", "bound"]
 _FATES: dict[Fate, str] = {
@@ -27,11 +27,11 @@ class CandidateRow:
 
     Attributes:
         name: unique among the candidates.
-        seconds: predicted time of its step; None where it was not planned.
-        least_seconds: a lower bound of that; None where it is not known.
-        peak: bytes that a device holds; None where it was not planned.
-        capacity: bytes that a device may hold; 0 where that is not known.
-        verdict: `"chosen"`, or the reason why not, for people.
+        seconds: predicted time of its step; None if it was not planned.
+        least_seconds: a lower bound of `seconds`; None if unknown.
+        peak: peak bytes of a device; None if it was not planned.
+        capacity: bytes that a device may hold; 0 if unknown.
+        verdict: `"chosen"`, or the reason why not, as text.
         is_chosen: True for the result of the search.
         is_estimate: True if seconds and peak are estimates, since the candidate was not planned.
     """
@@ -47,7 +47,7 @@ class CandidateRow:
 
     @property
     def fate(self) -> Fate:
-        """The reason for the colour of the candidate."""
+        """The state that determines the candidate's colour."""
         if self.is_chosen:
             return "chosen"
         if self.seconds is None:
@@ -58,12 +58,12 @@ class CandidateRow:
 
     @property
     def shown_seconds(self) -> float | None:
-        """The time of the step, or its lower bound where it was not planned."""
+        """The time of the step, or its lower bound if the candidate was not planned."""
         return self.least_seconds if self.seconds is None else self.seconds
 
     @property
     def note(self) -> str:
-        """All that is known, a line each."""
+        """All known facts, one per line."""
         step = f"step {format_seconds(self.seconds)}" if self.seconds is not None else ""
         least = f"at least {format_seconds(self.least_seconds)}" if self.least_seconds is not None else ""
         of = f" of {format_bytes(self.capacity)}" if self.capacity else ""
@@ -72,11 +72,11 @@ class CandidateRow:
 
 
 def candidates_chart(rows: Sequence[CandidateRow], prefix: str = "") -> Iterator[Chart]:
-    """Yield the chart of candidates; none where no time of any is known."""
+    """Yield the chart of candidates; nothing if no time is known."""
     known = [row for row in rows if row.shown_seconds is not None]
     if not known:
         return
-    # The fastest first: those that were close and lost stand below the one that won.
+    # The fastest first: close losers are below the winner.
     order: dict[Fate, int] = {"chosen": 0, "slower": 1, "too large": 1, "estimate": 2, "bound": 3}
     shown = sorted(known, key=lambda row: (order[row.fate], row.shown_seconds))[:_MOST]
     views = [_step_view(shown)]
@@ -129,7 +129,7 @@ def _memory_view(rows: Sequence[CandidateRow]) -> Plot:
     )
     capacities = {row.capacity for row in rows if row.capacity}
     marks = []
-    # Ranks of a pipeline may have several limits, of which none is that of all.
+    # Ranks of a pipeline may have different limits; then no single limit is drawn.
     if len(capacities) == 1:
         (capacity,) = capacities
         if capacity <= 2 * max(row.peak or 0 for row in rows):
@@ -146,10 +146,10 @@ def _by_fate(rows: Sequence[CandidateRow]) -> Iterator[tuple[Fate, list[Candidat
 
 
 def speed_up_plot(points: Sequence[tuple[int, float, str]]) -> Plot:
-    """Return the shortest step of every number of devices, beside that of perfect speed-up.
+    """Return a plot of the shortest step for every number of devices, beside perfect speed-up.
 
     Args:
-        points: number of devices, seconds of a step, name of the mesh; at least one, the fewest devices first.
+        points: number of devices, seconds of a step, name of the mesh; at least one, sorted by number of devices.
     """
     counts, steps, meshes = zip(*points, strict=True)
     perfect = tuple(steps[0] * counts[0] / count for count in counts)

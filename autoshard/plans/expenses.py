@@ -1,4 +1,4 @@
-"""What a plan spends where: seconds of compute and of collectives, bytes sent and held; in all, and by module."""
+"""Expenses of a plan's step: seconds of compute and of collectives, bytes sent and held; in total and by module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autoshard.report import Fact, Facts, HasReport, Report, Table, names, numbe
 from autoshard.units import format_bytes, format_seconds
 
 COMPUTE = "compute"
-"""The kind of a term that is no collective."""
+"""The kind of a term that is not a collective."""
 
-_ROWS = 30  # modules that the table lists; the others are summed up in one row
+_ROWS = 30  # modules in the table; the others are summed in one row
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The work of one kind at one place of the model.
+    """Work of one kind at one place of the model.
 
     Attributes:
         kind: `"compute"`, or the kind of a collective, such as `"all_reduce"`.
@@ -43,9 +43,9 @@ class Amount:
     """Work of one device in a step.
 
     Attributes:
-        count: of operators or collectives.
-        bytes: that one device holds before the collectives, together; 0 for compute.
-        seconds: predicted, before overlap.
+        count: the number of operators or collectives.
+        bytes: total bytes that one device holds before the collectives; 0 for compute.
+        seconds: predicted seconds, before overlap.
     """
 
     count: int = 0
@@ -57,7 +57,7 @@ class Amount:
 
 
 def count_rerun(plans: Sequence[PlanContents]) -> str:
-    """Return how many layers, or single operators, run again in the stages of a step."""
+    """Return how many layers, or single operators, the stages of a step recompute."""
     counts = Counter[str]()
     for plan in plans:
         seconds = {decision.node: decision.seconds for decision in plan.choices}
@@ -68,7 +68,7 @@ def count_rerun(plans: Sequence[PlanContents]) -> str:
 
 
 class StepExpenses(HasReport):
-    """What the step of a plan spends on one device.
+    """The expenses of a plan's step on one device.
 
     The predicted seconds of the step are `compute + sum(communication.values()) - overlap + bubble + other`.
     """
@@ -91,7 +91,7 @@ class StepExpenses(HasReport):
     @property
     @abstractmethod
     def exposed(self) -> float:
-        """Seconds in which the device communicates and does not compute."""
+        """Seconds in which the device communicates but does not compute."""
 
     @property
     @abstractmethod
@@ -100,18 +100,18 @@ class StepExpenses(HasReport):
 
     @property
     def bubble(self) -> float:
-        """Seconds in which the device waits for other ranks of a pipeline, and neither computes nor communicates."""
+        """Seconds in which the device waits for other pipeline ranks, and neither computes nor communicates."""
         return 0.0
 
     @property
     def schedule(self) -> str:
-        """The order in which the stages of a pipeline run, in words; empty without a pipeline."""
+        """The order in which the stages of a pipeline run, as text; empty without a pipeline."""
         return ""
 
     @property
     @abstractmethod
     def rerun(self) -> str:
-        """What the backward half runs again, such as `"8 layers"` or `"96 operators"`; `"0 layers"` for nothing."""
+        """What the backward half recomputes, such as `"8 layers"` or `"96 operators"`; `"0 layers"` for nothing."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class StepExpenses(HasReport):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Bytes that the device at this peak may hold; 0 if that is not known."""
+        """Bytes that the device with this peak may hold; 0 if unknown."""
 
     @property
     @abstractmethod
@@ -131,7 +131,7 @@ class StepExpenses(HasReport):
     @property
     @abstractmethod
     def held(self) -> Mapping[str, Mapping[str, int]]:
-        """Path of a module -> `memory` of what is its own; empty where that is not known."""
+        """Path of a module -> its own part of `memory`; empty if unknown."""
 
     @cached_property
     def compute(self) -> float:
@@ -140,12 +140,12 @@ class StepExpenses(HasReport):
 
     @cached_property
     def communication(self) -> dict[str, float]:
-        """Mesh axis -> seconds of the collectives over it, before overlap."""
+        """Mesh axis -> seconds of collectives over it, before overlap."""
         return {axis: amount.seconds for axis, amount in self._by_axis.items()}
 
     @cached_property
     def sent(self) -> dict[str, int]:
-        """Mesh axis -> bytes that the device holds before the collectives over it, together."""
+        """Mesh axis -> total bytes that the device holds before the collectives over it."""
         return {axis: amount.bytes for axis, amount in self._by_axis.items()}
 
     @cached_property
@@ -158,29 +158,27 @@ class StepExpenses(HasReport):
 
     @property
     def overlap(self) -> float:
-        """Seconds of communication that cost no time: compute hides them, less the slow-down; or joined collectives
-        save them.
-        """
+        """Seconds of communication without cost: hidden by compute, less the slow-down, or saved by joining."""
         return sum(self.communication.values()) - self.exposed - self.slowdown
 
     @property
     def other(self) -> float:
-        """Seconds besides operators, communication and bubble: waits for the host, copies, and updates on the host.
+        """Seconds apart from operators, communication and bubble: waits for the host, copies, and updates on the host.
 
-        Of unequal shares, also the difference of the last rank, whose step it is, from the rank of an equal share.
+        With unequal shares, also the difference of the slowest rank, whose step it is, from a rank with an equal share.
         """
         return self.step_seconds - self.compute - self.exposed - self.slowdown - self.bubble
 
     @cached_property
     def modules(self) -> dict[str, dict[Term, Amount]]:
-        """Path of every module that works or holds memory itself -> its part of `terms`."""
+        """Path of every module with its own work or memory -> its part of `terms`."""
         modules: dict[str, dict[Term, Amount]] = {}
         for term, amount in self.terms.items():
             modules.setdefault(term.module, {})[term] = amount
         return modules | {path: {} for path in self.held if path not in modules}
 
     def report(self) -> Report:
-        """Return the sums, and the expenses by module, those that take most time first; equal layers are one row."""
+        """Return the sums, and the expenses by module, the slowest first; equal layers share a row."""
         slowdown = f"; slows compute down by {format_seconds(self.slowdown)}" if self.slowdown else ""
         facts = Facts.of(
             [
@@ -202,7 +200,7 @@ class StepExpenses(HasReport):
 
     @abstractmethod
     def memory_fact(self) -> Fact:
-        """Return the peak with its parts, and the bytes that there are."""
+        """Return the peak with its parts, and the capacity."""
 
     def _communication_text(self) -> str:
         by_axis = ", ".join(
@@ -227,9 +225,9 @@ class StepExpenses(HasReport):
         return Table.of((*names("module"), *numbers(*labels)), listed, rest=rest[0] if rest else (), most=_ROWS)
 
     def _key(self, path: str) -> tuple[object, int]:
-        """Return what is equal for modules that may be one row: their work, and the bytes that they hold."""
-        # Seconds as printed, since equal layers differ in them by rounding. Layers that compute in one operator more,
-        # such as the sum of two gradients, are equal too.
+        """Return a key that is equal for modules that may share a row: their work, and their bytes."""
+        # Seconds as printed, because equal layers differ in them by rounding. The number of compute operators is not
+        # part of the key: a layer may have one more, such as the sum of two gradients.
         work = sorted(
             (term.kind, term.axis, sent.count if term.axis else 0, sent.bytes, format_seconds(sent.seconds))
             for term, sent in self.modules[path].items()
@@ -242,15 +240,15 @@ class HasExpenses(Protocol):
 
     @property
     def fits(self) -> bool:
-        """True if the peak is within the capacity, or the capacity is not known."""
+        """True if the peak is within the capacity, or the capacity is unknown."""
 
     def expenses(self) -> StepExpenses:
-        """Return what a step spends."""
+        """Return the expenses of a step."""
 
 
 @dataclass(frozen=True)
 class Expenses(StepExpenses):
-    """What the step of a plan of one program spends on one device.
+    """The expenses of the step on one device, for a plan of one program.
 
     Attributes:
         plan: the plan.
@@ -279,13 +277,13 @@ class Expenses(StepExpenses):
     @property
     def exposed(self) -> float:
         if not self._is_replayed:
-            # A plan of an older version: all that is no compute counts as exposed.
+            # A plan of an older version: everything except compute counts as exposed.
             return max(0.0, self.step_seconds - self.compute)
         return self.plan.step_replay.exposed
 
     @property
     def slowdown(self) -> float:
-        # The replay draws no slow-down. That of unequal shares is another rank's.
+        # The replay contains no slow-down. With unequal shares, the slow-down belongs to another rank.
         if not self._is_replayed or self.plan.shares:
             return 0.0
         # Updates on the host follow the replay.
@@ -322,7 +320,7 @@ class Expenses(StepExpenses):
 
 @dataclass(frozen=True, slots=True)
 class _ModuleRow:
-    """The expenses of modules that are one row: `by_axis` has compute under `""`."""
+    """The expenses of modules in one row; `by_axis` has compute under `""`."""
 
     text: str
     count: int
@@ -331,7 +329,7 @@ class _ModuleRow:
 
     @staticmethod
     def of(text: str, modules: list[dict[Term, Amount]], held: int) -> _ModuleRow:
-        """Return the row of modules that each hold so many bytes."""
+        """Return the row of modules, each of which holds `held` bytes."""
         work = ((term.axis, amount) for terms in modules for term, amount in terms.items())
         return _ModuleRow(text, len(modules), _sums(work), len(modules) * held)
 

@@ -1,4 +1,4 @@
-"""`Frontier`: the plans of one model on one mesh that no other plan beats in both memory and time."""
+"""`Frontier`: the Pareto-optimal plans of one model on one mesh, by memory and time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FORMAT = "autoshard frontier"
 
 
 class Frontier(Sequence[ShardingPlan], HasReport):
-    """Plans from the smallest peak of memory to the shortest step; none has both more memory and a longer step.
+    """Plans from the smallest memory peak to the shortest step; no plan has both more memory and a longer step.
 
     Both are the planner's predictions: `plan.memory.peak` in bytes per device, `plan.step_seconds`. Selecting costs
-    nothing, and each plan is one that `autoshard.parallelize(plan=...)` takes.
+    nothing, and each plan can be passed to `autoshard.parallelize(plan=...)`.
 
     Args:
-        plans: of one model on one mesh, in any order; those that another one beats are left out.
+        plans: plans of one model on one mesh, in any order; dominated plans are dropped.
 
     Raises:
         PlanError: `plans` is empty, or they are of different models or meshes.
@@ -38,7 +38,7 @@ class Frontier(Sequence[ShardingPlan], HasReport):
     def __init__(self, plans: Sequence[ShardingPlan]) -> None:
         if not plans:
             raise PlanError("a frontier of no plans: pass at least one.")
-        # A step with its loss in pieces is another graph of the same model.
+        # A step with its loss in pieces has another graph of the same model.
         graphs = {plan.is_in_pieces: plan.fingerprint for plan in plans}
         if any(plan.fingerprint != graphs[plan.is_in_pieces] or not _is_of_one_model(plan, plans[0]) for plan in plans):
             raise PlanError("these plans are of different models or meshes: a frontier is of one model on one mesh.")
@@ -68,15 +68,15 @@ class Frontier(Sequence[ShardingPlan], HasReport):
     # Selecting
 
     def at(self, *, memory: int | str | None = None, step_seconds: float | None = None) -> ShardingPlan:
-        """Return the best plan within a budget; exactly one of the two budgets is given.
+        """Return the best plan within a budget; pass exactly one of the two budgets.
 
         Args:
             memory: bytes per device, or a text such as `"24GiB"`: selects the fastest plan within it.
-            step_seconds: seconds of a step: selects the plan of the smallest peak within it.
+            step_seconds: seconds of a step: selects the plan with the smallest peak within it.
 
         Raises:
-            BudgetError: no plan is within the budget; the message names the smallest budget that has a plan. Also for a
-                text that is not an amount of memory.
+            BudgetError: no plan is within the budget; the message names the smallest feasible budget. Also for a text
+                that is not an amount of memory.
             PlanError: neither or both are given, or the seconds are not a number above zero.
         """
         if (memory is None) == (step_seconds is None):
@@ -89,11 +89,11 @@ class Frontier(Sequence[ShardingPlan], HasReport):
     def _within_memory(self, limit: int) -> ShardingPlan:
         fitting = [plan for plan in self.plans if plan.memory.peak <= limit]
         if fitting:
-            # Plans are sorted by memory, so the last one that fits is the fastest of them.
+            # Plans are sorted by memory, so the last one that fits is the fastest.
             fastest = fitting[-1]
             if fastest.replanner is None:
                 return fastest
-            # It is asked within the memory that it was selected for.
+            # `why_not` then searches within the selected memory.
             return replace(fastest, replanner=fastest.replanner.within(limit))
         smallest = self.plans[0]
         memory = smallest.memory
@@ -109,7 +109,7 @@ class Frontier(Sequence[ShardingPlan], HasReport):
             raise PlanError(f"step_seconds={seconds!r}: a step takes more than zero seconds.")
         fitting = [plan for plan in self.plans if plan.step_seconds <= seconds]
         if fitting:
-            # The first one that is fast enough holds least memory.
+            # The first one that is fast enough has the smallest peak.
             return fitting[0]
         fastest = self.plans[-1]
         raise BudgetError(
@@ -120,18 +120,18 @@ class Frontier(Sequence[ShardingPlan], HasReport):
 
     @property
     def turning_point(self) -> ShardingPlan:
-        """The plan beyond which more memory buys little time, and below which less memory costs a lot of it.
+        """The plan beyond which more memory saves little time, and below which less memory costs much.
 
-        Memory and seconds are scaled so that each is 1 between the two ends of the frontier. The turning point is the
-        plan farthest below the straight line between the ends: up to it, a share of memory buys more than an equal
-        share of time, beyond it less. It is the fastest plan where no plan lies below the line.
+        Memory and seconds are scaled so that each changes by 1 between the two ends of the frontier. The turning point
+        is the plan farthest below the straight line between the ends: before it, a share of memory saves more than an
+        equal share of time, after it less. It is the fastest plan if no plan is below the line.
 
-        Source: TensorOpt 5.1 describes it, and reads it off the figure.
+        Source: TensorOpt 5.1 describes it, but reads it off the figure.
         """
         first, last = self.plans[0], self.plans[-1]
 
         def below(plan: ShardingPlan) -> float:
-            # 1 - more - slower is the height below the line between the ends, where both shares are 1 together.
+            # 1 - more - slower is the distance below the line between the ends, on which both shares sum to 1.
             more = (plan.memory.peak - first.memory.peak) / (last.memory.peak - first.memory.peak)
             slower = (plan.step_seconds - last.step_seconds) / (first.step_seconds - last.step_seconds)
             return 1.0 - more - slower
@@ -143,11 +143,11 @@ class Frontier(Sequence[ShardingPlan], HasReport):
     # For the eye
 
     def report(self, chosen: ShardingPlan | None = None) -> Report:
-        """Return the plans by memory and time, and all about one of them.
+        """Return the plans by memory and time, and details of one of them.
 
         Args:
-            chosen: the plan that is marked and that the page has all charts of, such as `frontier.at(memory="24GiB")`;
-                by default the turning point.
+            chosen: the plan that is marked and shown with all charts, such as `frontier.at(memory="24GiB")`; by default
+                the turning point.
 
         Raises:
             PlanError: `chosen` is not a plan of this frontier.
@@ -157,7 +157,7 @@ class Frontier(Sequence[ShardingPlan], HasReport):
 
     def _own(self, chosen: ShardingPlan) -> ShardingPlan:
         """Return the plan of this frontier that was selected as `chosen`."""
-        # By identity of a part, as plans compare by value, which takes long for large ones. No two have one peak.
+        # By peak and the identity of the decisions: comparing plans by value takes long. All peaks differ.
         peak, decisions = chosen.memory.peak, chosen.decisions
         own = next((plan for plan in self.plans if plan.memory.peak == peak and plan.decisions is decisions), None)
         if own is None:
@@ -169,15 +169,15 @@ class Frontier(Sequence[ShardingPlan], HasReport):
     @overload
     def to_html(self, path: str | os.PathLike[str], *, chosen: ShardingPlan | None = None) -> None: ...
     def to_html(self, path: str | os.PathLike[str] | None = None, *, chosen: ShardingPlan | None = None) -> str | None:
-        """Write the page of `report(chosen)` to a file, or return its text where there is no path."""
+        """Write the page of `report(chosen)` to a file, or return its text if there is no path."""
         return self.report(chosen).write_page(path)
 
     def plot(self, path: str | os.PathLike[str], *, scale: Literal["linear", "log"] = "linear") -> None:
-        """Draw the frontier to a file: the step that each amount of memory allows, the turning point, usual devices.
+        """Draw the frontier to a file: the fastest step for each amount of memory, the turning point, common devices.
 
         Args:
-            path: of the picture; its suffix sets the format, such as `.png`, `.svg` or `.pdf`.
-            scale: of both axes.
+            path: the path of the picture; its suffix sets the format, such as `.png`, `.svg` or `.pdf`.
+            scale: the scale of both axes.
 
         Raises:
             PlanError: matplotlib is not installed, or the scale is neither.
@@ -193,7 +193,7 @@ class Frontier(Sequence[ShardingPlan], HasReport):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans to one JSON file."""
-        # Each plan with a checksum of its own, so that an edited one is named by its number.
+        # Each plan has its own checksum, so that the error names the number of an edited one.
         texts = [plan.to_json() for plan in self.plans]
         Path(path).write_text(json.dumps({"format": FORMAT, "version": 1, "plans": texts}, indent=1), "utf-8")
 
@@ -213,7 +213,7 @@ class Frontier(Sequence[ShardingPlan], HasReport):
                 )
             texts = list(data["plans"])
         except AutoshardError:
-            # Some of them are ValueErrors, too.
+            # Some subclasses are ValueErrors, too.
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{what} is not a frontier: was it cut short, or is it a plan's file?") from error
@@ -221,9 +221,9 @@ class Frontier(Sequence[ShardingPlan], HasReport):
 
 
 def pareto_front(items: Iterable[Item], key: Callable[[Item], tuple[int, float]]) -> list[Item]:
-    """Return the items that no other one beats in both numbers of `key`, in the order of the first number."""
+    """Return the items that no other one dominates by the numbers of `key`, in the order of the first number."""
     kept: list[Item] = []
-    # In this order, an item is beaten by one before it or by none.
+    # In this order, a dominated item is dominated by an earlier one.
     for item in sorted(items, key=key):
         if not kept or key(item)[1] < key(kept[-1])[1]:
             kept.append(item)

@@ -1,4 +1,4 @@
-"""The report of a frontier: its plans by memory and time, what each holds, and the plan that was chosen of them."""
+"""The report of a frontier: its plans by memory and time, their memory by kind, and the chosen plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autoshard.report import Axis, Chart, Fact, Facts, Mark, Plot, Report, Secti
 from autoshard.units import byte_unit, format_bytes, format_seconds
 
 DEVICES = (16, 24, 32, 40, 48, 80, 96, 141, 180)
-"""Memory of usual devices in GB (10**9 bytes): T4, A10, V100, A100, L40S, H100, H20, H200, B200."""
+"""Memory of common devices in GB (10**9 bytes): T4, A10, V100, A100, L40S, H100, H20, H200, B200."""
 
-_SAME = 0.01  # part of memory and time by which plans of one line differ at most
+_SAME = 0.01  # relative difference of memory and time within which plans share a row
 _PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -22,8 +22,8 @@ def frontier_report(plans: Sequence[PlanContents], turning: PlanContents, chosen
 
     Args:
         plans: from the smallest peak to the shortest step.
-        turning: the plan beyond which memory buys little time.
-        chosen: the plan that the page shows with all charts.
+        turning: the plan beyond which more memory saves little time.
+        chosen: the plan shown with all charts on the page.
     """
     first, last = plans[0], plans[-1]
     number = next(index for index, plan in enumerate(plans) if plan is chosen)
@@ -71,8 +71,8 @@ def _size_text(plan: PlanContents) -> str:
 def _table(
     listed: Sequence[tuple[int, PlanContents]], last: PlanContents, turning: PlanContents, chosen: PlanContents
 ) -> Table:
-    """Return the plans with the parts of their peaks, and their steps beside that of the fastest plan."""
-    # One unit for the whole column, so that plans compare at a glance.
+    """Return a table of plans with the parts of their peaks, and their steps relative to the fastest plan."""
+    # One unit for the whole column, so that plans are easy to compare.
     unit, size = byte_unit(last.memory.peak)
     rows = (
         (
@@ -90,11 +90,11 @@ def _table(
 
 
 def distinct_plans(plans: Sequence[PlanContents], kept: Sequence[PlanContents]) -> list[int]:
-    """Return the numbers of the plans to list: those within 1 % of a listed one in memory and time are left out.
+    """Return the indices of the plans to list, without those within 1 % of a listed one in memory and time.
 
     Args:
         plans: from the smallest peak to the shortest step.
-        kept: plans that are listed in any case, such as the turning point.
+        kept: plans to list in any case, such as the turning point.
     """
     listed = [0]
     for number, plan in enumerate(plans[1:], 1):
@@ -107,14 +107,14 @@ def distinct_plans(plans: Sequence[PlanContents], kept: Sequence[PlanContents]) 
 
 
 def tradeoff_plot(plans: Sequence[PlanContents], turning: PlanContents, chosen: PlanContents) -> Plot:
-    """Return the step that each amount of memory allows; arguments are those of `frontier_report`."""
+    """Return a plot of the fastest step for each amount of memory; arguments as for `frontier_report`."""
     memory = tuple(float(plan.memory.peak) for plan in plans)
     steps = tuple(plan.step_seconds for plan in plans)
     span, time = memory[-1] - memory[0] or memory[-1], steps[0] - steps[-1] or steps[0]
     points = Series(
         "plans",
         "accent",
-        # Memory between the peaks of two plans allows the first one only, hence steps and not straight lines.
+        # Memory between the peaks of two plans only allows the first one, hence steps, not straight lines.
         "steps",
         memory,
         steps,
@@ -141,7 +141,7 @@ def _point(name: str, plan: PlanContents) -> Series:
 
 
 def _parts_chart(plans: Sequence[PlanContents]) -> Chart:
-    """Return what every plan holds at its peak, by kind."""
+    """Return a chart of every plan's memory at its peak, by kind."""
     names = tuple(f"plan {index}" for index in range(len(plans)))
     parts = [memory_parts(plan.memory) for plan in plans]
     colours = {name: kind for kind, name in KIND_NAMES.items()} | {"activations": "saved"}

@@ -1,4 +1,4 @@
-"""The charts of a model's modules: the tree of them with placements and costs, and their collectives."""
+"""Charts of a model's modules: their tree with placements and costs, and their collectives."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.spec import placement_text
 from autoshard.units import format_bytes, format_seconds
 
-_MODULES = 24  # modules of the chart of collectives: about a screen
-_PALETTE = 7  # colours of placements; further ones begin again
+_MODULES = 24  # modules in the chart of collectives: about a screen
+_PALETTE = 7  # colours of placements; they repeat after these
 
 
 @dataclass(eq=False)
 class ModuleNode:
-    """A module, or layers that are alike, in the tree of a model.
+    """A module, or a group of equal layers, in the tree of a model.
 
     Attributes:
-        name: the last part of its path; of layers that are alike, their indices.
-        count: modules that it stands for.
-        operators: predicted seconds of its own operators, of all modules that it stands for.
-        collectives: predicted seconds of its own collectives, likewise.
+        name: the last part of its path; for equal layers, their indices.
+        count: the number of modules in it.
+        operators: predicted seconds of its own operators, summed over all its modules.
+        collectives: predicted seconds of its own collectives, summed likewise.
         parameters: own parameters and buffers: name -> shape and placements.
-        children: by name.
+        children: the child modules by name.
     """
 
     name: str
@@ -42,25 +42,25 @@ class ModuleNode:
     children: dict[str, ModuleNode] = field(default_factory=dict)
 
     def child(self, path: str) -> ModuleNode:
-        """Return the module at a path below this one, which is made if it is not there."""
+        """Return the module at a path below this one; create it if it is missing."""
         node = self
         for name in filter(None, path.split(".")):
             node = node.children.setdefault(name, ModuleNode(name))
         return node
 
     def total(self, amount: Callable[[ModuleNode], float]) -> float:
-        """Return the sum of an amount over this module and all below it."""
+        """Return the sum of an amount over this module and all its descendants."""
         return amount(self) + sum(child.total(amount) for child in self.children.values())
 
     @property
     def form(self) -> Hashable:
-        """Equal for modules whose parameters, placements and children are alike."""
+        """A key that is equal for modules with equal parameters, placements and children."""
         children = tuple((child.name, child.count, child.form) for child in self.children.values())
         return tuple(self.parameters.items()), children
 
 
 def module_tree(plan: PlanContents) -> ModuleNode:
-    """Return the modules of a plan, with layers that are alike as one node."""
+    """Return the modules of a plan, with equal layers as one node."""
     root = ModuleNode("")
     for term, amount in Expenses(plan).terms.items():
         node = root.child(term.module)
@@ -75,9 +75,9 @@ def module_tree(plan: PlanContents) -> ModuleNode:
 
 
 def _merge_alike(node: ModuleNode) -> ModuleNode:
-    """Return a tree in which children of a module that have numbers as names, and are alike, are one."""
+    """Return a tree in which equal children of a module with numbers as names are merged."""
     children = {name: _merge_alike(child) for name, child in node.children.items()}
-    # A child that only held another one has the other's name behind its own.
+    # The name of a child that only held another child is followed by the other's name.
     indexed = {name: (child.name.removeprefix(name), child.form) for name, child in children.items() if index_of(name)}
     groups = {name: group for group in group_names(indexed) for name in group.names}
     merged: dict[str, ModuleNode] = {}
@@ -86,20 +86,20 @@ def _merge_alike(node: ModuleNode) -> ModuleNode:
         if name in groups and len(groups[name].names) > 1:
             if groups[name].names[0] != name:
                 continue
-            # The group's text has braces for a glob, which a picture can do without.
+            # The group's text is a glob with braces, which a picture does not need.
             text = re.sub(r"[{}]", "", groups[name].text) + child.name.removeprefix(name)
             kept = _sum([children[member] for member in groups[name].names], text)
         merged[kept.name] = kept
     is_link = len(merged) == 1 and not (node.operators or node.collectives or node.parameters)
     if is_link and node.name:
-        # A module that only holds another one, such as a list of layers, is a box that says nothing.
+        # A module that only holds another one, such as a list of layers, is not shown as a box.
         (only,) = merged.values()
         return replace(only, name=f"{node.name}.{only.name}")
     return replace(node, children=merged)
 
 
 def _sum(nodes: Sequence[ModuleNode], name: str) -> ModuleNode:
-    """Return modules that are alike as one node."""
+    """Merge equal modules into one node."""
     first = nodes[0]
     return ModuleNode(
         name,
@@ -129,14 +129,14 @@ def modules_chart(plan: PlanContents, prefix: str = "") -> Iterator[Chart]:
             f"Tree of modules: operators take {format_seconds(operators)}, collectives {format_seconds(sent)}, and one "
             f"of {plan.mesh.size} devices holds {elements:,.0f} elements of parameters and buffers",
             tuple(views),
-            # Room for the text of a box, as far as a screen has it.
+            # Enough height for the text of boxes, as far as a screen allows.
             min(620, 200 + 24 * sum(1 for _ in _walk(tree))),
             "Layers that are alike are one box. Select a box, or press the arrow keys, to look into it.",
         )
 
 
 def _time_view(plan: PlanContents, tree: ModuleNode, label: str, amount: Callable[[ModuleNode], float]) -> Tree:
-    """Return the tree sized by an amount of seconds, with the share of collectives as colour."""
+    """Return the tree sized by seconds of `amount`, coloured by the share of collectives."""
     boxes: list[Box] = []
     itself: list[Box] = []
     numbers: dict[ModuleNode, int] = {}
@@ -156,12 +156,12 @@ def _time_view(plan: PlanContents, tree: ModuleNode, label: str, amount: Callabl
             share = node.collectives / (node.operators + node.collectives)
             rest = format_seconds(amount(node))
             itself.append(Box(numbers[node], "itself", rest, amount(node), share, _note(plan, node, above)))
-    # Behind the modules within: boxes of one parent are drawn, and entered, in this order.
+    # After the child modules: boxes of one parent are drawn, and navigated, in this order.
     return Tree(label, (*boxes, *itself), (("collectives' share of seconds", ""),))
 
 
 def _parameter_view(plan: PlanContents, tree: ModuleNode) -> Tree:
-    """Return the tree sized by elements on one device, with a colour for every combination of placements."""
+    """Return the tree sized by elements on one device, with one colour per combination of placements."""
     whole = _placements(plan.mesh, ["R"] * plan.mesh.ndim)
     # Grey for what every device holds.
     colours = {whole: "placement-0"}
@@ -186,14 +186,14 @@ def _parameter_view(plan: PlanContents, tree: ModuleNode) -> Tree:
 
 
 def _walk(node: ModuleNode, above: ModuleNode | None = None) -> Iterator[tuple[ModuleNode, ModuleNode | None]]:
-    """Yield a module and all below it, each with the module above it."""
+    """Yield a module and all its descendants, each with its parent."""
     yield node, above
     for child in node.children.values():
         yield from _walk(child, node)
 
 
 def _title(node: ModuleNode, above: ModuleNode | None) -> str:
-    """Return the name of a module, and how many of them there are in the one above."""
+    """Return the name of a module, and its count within its parent."""
     count = above.count if above else 1
     return f"{node.name} × {node.count // count}" if node.count > count else node.name
 
@@ -220,18 +220,18 @@ def _placements(mesh: MeshShape, placements: Sequence[str]) -> str:
 
 
 def _counter(plan: PlanContents) -> Callable[[ModuleNode], float]:
-    """Return a function that counts the elements of a node's own parameters on one device, of all its modules."""
+    """Return a function that counts the elements of a node's own parameters on one device, over all its modules."""
     return lambda node: node.count * sum(_share(plan, *parameter) for parameter in node.parameters.values())
 
 
 def _share(plan: PlanContents, shape: Sequence[int], placements: Sequence[str]) -> float:
-    """Return the elements of a parameter that one device holds, without padding."""
+    """Return the number of a parameter's elements on one device, without padding."""
     parts = (size for size, text in zip(plan.mesh.sizes, placements, strict=True) if text.startswith("S"))
     return math.prod(shape) / math.prod(parts)
 
 
 def collectives_chart(mesh: MeshShape, rows: Sequence[WorkRow], prefix: str = "") -> Chart:
-    """Return the chart of the collectives of every module, by kind and axis; `rows` are at least one."""
+    """Return a chart of the collectives of every module, by kind and axis; `rows` must not be empty."""
     totals: dict[str, float] = defaultdict(float)
     for row in rows:
         totals[row.module] += row.seconds
@@ -243,7 +243,7 @@ def collectives_chart(mesh: MeshShape, rows: Sequence[WorkRow], prefix: str = ""
     found: dict[tuple[str, str], list[WorkRow]] = defaultdict(list)
     for row in rows:
         found[row.labels[0], row.labels[1]].append(row)
-    # In the order of the axes, so that those of one axis lie side by side.
+    # In the order of the axes, so that those of one axis are adjacent.
     groups = sorted(found.items(), key=lambda item: mesh.index(item[0][1]))
 
     def view(label: str, axis: Axis, amount: Callable[[WorkRow], float]) -> Plot:

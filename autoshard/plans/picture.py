@@ -17,17 +17,17 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def save(plot: Plot, path: str | os.PathLike[str], title: str) -> None:
-    """Draw the lines, steps and points of a plot, and its marks, to a file.
+    """Draw the lines, steps, points and marks of a plot to a file.
 
     Args:
-        plot: over two axes of amounts.
-        path: of the picture; its suffix is the format, such as `.png`, `.svg` or `.pdf`.
-        title: above the picture.
+        plot: a plot over two numeric axes.
+        path: the path of the picture; its suffix is the format, such as `.png`, `.svg` or `.pdf`.
+        title: the title above the picture.
 
     Raises:
         PlanError: matplotlib is not installed.
     """
-    # Imported here, as it is an optional dependency.
+    # An optional dependency, so imported here.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -66,7 +66,7 @@ def _draw(axes: Any, series: Series, x_size: float, y_size: float) -> None:
     x, y = ([float(value) / size for value in values] for values, size in ((series.x, x_size), (series.y, y_size)))
     style = {"linestyle": ":", "color": "grey"} if series.is_dashed else _STYLES[series.kind]
     axes.plot(x, y, **style, label=series.name, markersize=5, linewidth=1)
-    # The legend has the name of a series.
+    # The legend contains the name of a series.
     for place, text in zip(zip(x, y, strict=True), series.labels, strict=False):
         if text != series.name:
             axes.annotate(text, place, textcoords="offset points", xytext=(4, 6), fontsize=8)

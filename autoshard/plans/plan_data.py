@@ -1,4 +1,4 @@
-"""The data of a sharding plan, and its file: JSON under a schema and a checksum, never pickled."""
+"""The data of a sharding plan, and its file: JSON with a schema and a checksum, never pickled."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Collective:
 
     Attributes:
         kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"` or `"shift"`.
-        axis: name of the mesh axis that it runs over.
-        bytes: held by one device before one of them.
-        count: of them in a step.
-        module: path of the module that they belong to, `""` for the root.
+        axis: the name of the mesh axis of its group.
+        bytes: bytes held by one device before one of them.
+        count: their number in a step.
+        module: path of their module, `""` for the root.
         phase: `"forward"` or `"backward"`.
         seconds: predicted time of one of them.
-        gradient: True if they bring gradients to the optimizer, once for all the runs of the step that it adds up.
+        gradient: True if they reduce gradients for the optimizer, once for all runs of the step that are summed.
     """
 
     kind: str
@@ -49,15 +49,15 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The strategy chosen for one operator, for people.
+    """The strategy chosen for one operator, in readable form.
 
     Attributes:
         node: name of the operator's node in the captured graph.
-        operator: such as `"aten.mm"`.
-        module: path of the module that it comes from, `""` for the root.
+        operator: its name, such as `"aten.mm"`.
+        module: path of its module, `""` for the root.
         phase: `"forward"` or `"backward"`.
-        strategy: the specs of its operands and results, in words.
-        seconds: predicted time of its compute; the collectives inside its strategy are among those of the plan.
+        strategy: the specs of its operands and results, as text.
+        seconds: predicted compute time; collectives inside its strategy are listed among those of the plan.
     """
 
     node: str
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContents:
-    """The fields of `ShardingPlan`, which documents them, and the figures that follow from them."""
+    """The fields of `ShardingPlan`, documented there, and figures derived from them."""
 
     mesh: MeshShape
     placements: dict[str, Placements]
@@ -101,7 +101,7 @@ class PlanContents:
     step_replay: StepReplay = field(default_factory=StepReplay)
 
     def __post_init__(self) -> None:
-        # An assertion: `decode` checks files, so that a wrong length here is a fault of the planner.
+        # An assertion: `decode` checks files, so a wrong length here is a bug of the planner.
         for table in (self.placements, self.input_placements, self.output_placements):
             for name, placements in table.items():
                 assert len(placements) == self.mesh.ndim, (
@@ -110,38 +110,38 @@ class PlanContents:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """Mesh axis -> the shares of the batch that its ranks take, as proportions; empty for equal shares."""
+        """Mesh axis -> the shares of the batch of its ranks, as proportions; empty for equal shares."""
         return {axis: tuple(shares) for axis, shares in self.options.get("shares", {}).items()}
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """The loops whose dims lie in shares, where these are not of the batch of dynamic inputs (`patterns.parts`)."""
+        """The loops whose dims are in shares, if not those of the batch of dynamic inputs (`patterns.parts`)."""
         return tuple((name, factor) for name, factor in self.options.get("parts", ()))
 
     @property
     def is_in_pieces(self) -> bool:
-        """True if a loss of large logits is computed in pieces, so that no whole logits are held."""
+        """True if a loss with large logits is computed in pieces, so that whole logits are never held."""
         return any("logit_statistics" in choice.operator for choice in self.choices)
 
     @property
     def gap(self) -> float:
-        """Distance from the best plan, at most, relative to the cost; 0.0 if the plan is proved to be the best."""
-        # Rounding may put the bound above the cost by a little.
+        """Maximum distance from the best plan, relative to the cost; 0.0 if the plan is proved optimal."""
+        # Rounding may put the bound slightly above the cost.
         return max(0.0, (self.cost - self.lower_bound) / self.cost) if self.cost > 0 else 0.0
 
     @property
     def subject(self) -> dict[str, str]:
-        """What the plan was made for and when: label -> text; empty in the files of older versions."""
+        """What the plan was made for and when: label -> text; empty in files of older versions."""
         return dict(self.options.get("subject", {}))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all devices per second of steps and updates; None where an input has no indices of tokens."""
+        """Tokens of all devices per second of steps and updates; None if no input contains token indices."""
         return self._per_second("tokens")
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples of all devices per second of steps and updates; None where that is not known."""
+        """Samples of all devices per second of steps and updates; None if unknown."""
         return self._per_second("samples")
 
     def _per_second(self, name: str) -> float | None:
@@ -150,26 +150,27 @@ class PlanContents:
 
     @property
     def utilization(self) -> float | None:
-        """Model FLOPs utilization (MFU): the part of the devices' peak rates that products, convolutions and attention
-        use, what is recomputed left out; None where that is not known.
+        """Model FLOPs utilization (MFU), without recomputation; None if unknown.
+
+        The fraction of the devices' peak rates that matrix products, convolutions and attention use.
         """
         least, seconds = self.options.get("work", {}).get("peak_seconds"), self.step_seconds + self.update_seconds
         return least / seconds if least and seconds else None
 
     @property
     def ended_early(self) -> bool:
-        """True if the time limit ended the search, so that a longer one may find a faster plan."""
+        """True if the time limit ended the search, so that a longer search may find a faster plan."""
         return "ended by time_limit" in self.method
 
     @property
     def capacity(self) -> int:
-        """Bytes that the step may hold: the memory limit that the plan was made for, or the memory of a device."""
-        # A user's limit leaves room for what plans do not count, so it comes before the device's memory.
+        """Bytes that the step may hold: the memory limit of the plan, or the memory of a device."""
+        # A user's limit leaves room for what plans do not count, so it takes precedence over the device's memory.
         return self.options.get("memory_limit") or self.device_memory
 
     @property
     def fits(self) -> bool:
-        """True if the peak is within the `capacity`, or the capacity is not known."""
+        """True if the peak is within the `capacity`, or the capacity is unknown."""
         return not self.capacity or self.memory.peak <= self.capacity
 
 
@@ -181,27 +182,27 @@ _PLACEMENT = {"type": "string", "pattern": r"^(R|S\(\d+(,f=[1-9]\d*)?\)|P\(\w+\)
 
 
 def table(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object with any names and values of one schema."""
+    """Return the schema of an object with any names, and values of one schema."""
     return {"type": "object", "additionalProperties": values}
 
 
 def record(**properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object that has exactly these properties."""
+    """Return the schema of an object with exactly these properties."""
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def list_of(items: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an array of such items."""
+    """Return the schema of an array of items of one schema."""
     return {"type": "array", "items": items}
 
 
 def _row(*items: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an array of so many items, each of a schema of its own."""
+    """Return the schema of an array with one schema per item."""
     return {"type": "array", "prefixItems": list(items), "minItems": len(items), "maxItems": len(items)}
 
 
-# Unknown options pass: newer versions may record more of what a user asked.
+# Unknown options are allowed: newer versions may record more options.
 _OPTIONS = {
     "type": "object",
     "properties": {
@@ -277,7 +278,7 @@ _SHARDING = record(
     ),
 )
 
-# Files that older versions wrote lack them.
+# Files of older versions lack them.
 _SHARDING["required"] = [
     name
     for name in _SHARDING["required"]
@@ -289,8 +290,8 @@ _SHARDING["properties"]["collectives"]["items"]["required"].remove("gradient")
 
 
 def _check_rows(data: Mapping[str, Any], what: str) -> None:
-    """Raise an error unless every tensor has a placement for each axis."""
-    # No schema can compare two lengths.
+    """Raise an error unless every tensor has one placement per axis."""
+    # A schema cannot compare two lengths.
     for part in ("placements", "input_placements", "output_placements"):
         for name, row in data[part].items():
             if len(row) != len(data["mesh"]):
@@ -302,14 +303,14 @@ def _check_rows(data: Mapping[str, Any], what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The format of a file of plans.
+    """The format of a plan file.
 
     Attributes:
-        name: of the format, in the file.
-        version: of the format.
+        name: the name of the format, in the file.
+        version: the version of the format.
         noun: the name of such a file in errors.
-        schema: of the plan's data.
-        check: raises an error for data that follows the schema and is not a plan; its second argument names the file.
+        schema: the schema of the plan's data.
+        check: raises an error for data that satisfies the schema but is not a plan; its second argument names the file.
     """
 
     name: str
@@ -324,8 +325,8 @@ SHARDING = Format("autoshard plan", 3, "a sharding plan", _SHARDING, _check_rows
 
 
 def to_data(plan: PlanContents) -> dict[str, Any]:
-    """Return the plan as JSON data that follows the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
-    # The file lists the fields in their order; those that are JSON values pass as they are.
+    """Return the plan as JSON data by the schema; placements as `"R"`, `"S(0)"`, `"S(0,f=3)"`, `"P(sum)"`."""
+    # The file lists the fields in their order; JSON values are not converted.
     return {item.name: getattr(plan, item.name) for item in fields(PlanContents)} | {
         "mesh": {axis.name: axis.size for axis in plan.mesh.axes},
         "placements": _texts_of(plan.placements),
@@ -343,7 +344,7 @@ def to_data(plan: PlanContents) -> dict[str, Any]:
 
 
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the plan's fields from data that `to_data` wrote."""
+    """Return the values of the plan's fields from the data of `to_data`."""
     return dict(data) | {
         "mesh": MeshShape.of(data["mesh"]),
         "placements": _placements_of(data["placements"]),
@@ -369,11 +370,11 @@ def _texts_of(placements: Mapping[str, Sequence[Placement]]) -> dict[str, list[s
 
 
 def encode(data: Mapping[str, Any], format: Format = SHARDING) -> str:
-    """Return the file of a plan: format, version and checksum, then its data, one entry a line."""
-    # A reader gets names that are numbers as texts, which sort in another order: the checksum is taken of texts.
+    """Return the text of a plan file: format, version and checksum, then the data, one entry per line."""
+    # A reader gets numeric names as texts, which sort differently: the checksum is of texts.
     data = json.loads(_compact(data))
     lines = [f'"{name}": {_value(value)}' for name, value in data.items()]
-    # The head is a fixed text: a file is recognised by its first lines, without parsing the rest.
+    # The head is fixed text: a file can be recognised by its first lines, without parsing the rest.
     head = (
         f'{{\n"format": "{format.name}",\n"version": {format.version},\n"checksum": "{_checksum(data)}",\n"plan": {{\n'
     )
@@ -391,18 +392,18 @@ def _value(value: object) -> str:
 
 
 def _compact(value: object) -> str:
-    # JSON has no NaN: other readers refuse what Python would write.
+    # JSON has no NaN: other readers would refuse Python's NaN.
     return json.dumps(value, allow_nan=False)
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
-    """Return the checksum of the content, whatever the order of names and the white space."""
+    """Return the checksum of the content, independent of the order of names and of white space."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read(path: str | os.PathLike[str], kind: str = "plan") -> tuple[str, str]:
-    """Return the text of a file, and its name in errors; raise a `PlanError` if it cannot be read."""
+    """Return the text of a file and its name in errors; raise a `PlanError` if it cannot be read."""
     what = f"{kind} file {os.fspath(path)!r}"
     try:
         return Path(path).read_text("utf-8"), what
@@ -411,15 +412,15 @@ def read(path: str | os.PathLike[str], kind: str = "plan") -> tuple[str, str]:
 
 
 def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
-    """Return the data in the file of a plan, if it is whole, unedited and as the schema says.
+    """Return the data of a plan file after checking that it is complete, unedited and valid by the schema.
 
     Args:
         text: the result of `encode`.
         what: names the text in errors.
-        format: the format that the file must have.
+        format: the required format.
 
     Raises:
-        PlanError: the file is cut short, edited or of another format; the message says which, and where.
+        PlanError: the file is truncated, edited or of another format; the message says which, and where.
     """
     advice = "Make the plan again, or take an unharmed copy."
     try:
@@ -430,7 +431,7 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
     except ValueError as error:
         raise PlanError(f"{what} was edited or damaged since it was saved: {reason_of(error)}. {advice}") from error
     data = _open(envelope, what, format)
-    # Before the schema: of an edited file, which may break the schema as well, the edit is the better news.
+    # Before the schema: an edited file may break the schema as well, but the edit explains more.
     if _checksum(data) != envelope["checksum"]:
         raise PlanError(
             f"{what} was edited or damaged since it was saved: its content does not have the checksum that it carries. "
@@ -444,7 +445,7 @@ def decode(text: str, what: str, format: Format = SHARDING) -> dict[str, Any]:
 
 
 def _open(envelope: object, what: str, format: Format) -> dict[str, Any]:
-    """Return the plan's data in the envelope, whose format and version are checked."""
+    """Check format and version of the envelope, and return the plan's data."""
     # Format and version before the checksum: a file of another kind is not damaged, and the error says so.
     if not isinstance(envelope, dict) or envelope.get("format") != format.name:
         raise PlanError(f"{what} is not {format.noun}: one is JSON whose format is {format.name!r}.")

@@ -1,4 +1,4 @@
-"""The difference of two plans of one model, term by term: where the one spends more, and where the other."""
+"""The difference of two plans of one model, term by term: where one spends more, and where the other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autoshard.plans.expenses import COMPUTE, Amount, HasExpenses, StepExpenses,
 from autoshard.report import HasReport, Report, Table, names, numbers, texts
 from autoshard.units import format_bytes, format_seconds
 
-_ROWS = 30  # changes that a table lists; the others are summed up in one row
-_MAIN_SHARE = 0.9  # of the changes of one kind, those that say where it happens
-_LEAST_SHARE = 0.01  # of the largest change, what a sentence still mentions
-_ROUNDING = 1e-8  # of the step, seconds that are no change: replays are rounded to nanoseconds
+_ROWS = 30  # changes in a table; the others are summed in one row
+_MAIN_SHARE = 0.9  # the fraction of the changes of one kind that determines their place
+_LEAST_SHARE = 0.01  # the fraction of the largest change that a sentence still mentions
+_ROUNDING = 1e-8  # the fraction of the step that is no change: replays are rounded to nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The work of one kind that two plans do differently, at one place or at places that differ in indices alone.
+    """The work of one kind that differs between two plans, at one place or at places that differ only in indices.
 
     Attributes:
         kind: `"compute"`, or the kind of a collective.
@@ -27,7 +27,7 @@ class Change:
         phase: `"forward"` or `"backward"`; `""` for both.
         module: path, or pattern of paths such as `layers.*.mlp`; `""` for the root.
         modules: the number of modules.
-        before, after: the work of all of them in each plan.
+        before, after: their total work in each plan.
     """
 
     kind: str
@@ -51,12 +51,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """The memory of one kind that two plans hold differently at their peaks.
+    """The memory of one kind that differs between two plans at their peaks.
 
     Attributes:
         kind: as in `Expenses.memory`.
         module, modules: as for `Change`.
-        before, after: bytes of all of these modules in each plan.
+        before, after: total bytes of these modules in each plan.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class PlanDifference(HasReport):
-    """What a plan spends more or less than another plan of the same model.
+    """The expenses of a plan compared to those of another plan of the same model.
 
     The difference of the predicted steps is the sum of the `changes`, less the gain in overlap, and the differences of
     `bubble` and `other`: `seconds == sum(change.seconds for change in changes) - overlap + bubble + other`.
@@ -87,37 +87,37 @@ class PlanDifference(HasReport):
 
     @property
     def seconds(self) -> float:
-        """Seconds by which the step is longer."""
+        """Seconds by which the second step is longer."""
         return self.after.step_seconds - self.before.step_seconds
 
     @property
     def overlap(self) -> float:
-        """Seconds of communication that are hidden or saved in addition."""
+        """Additional seconds of communication that are hidden or saved."""
         return self.after.overlap - self.before.overlap
 
     @property
     def bubble(self) -> float:
-        """Seconds by which ranks of a pipeline wait longer for other ranks."""
+        """Additional seconds in which ranks of a pipeline wait for other ranks."""
         return self.after.bubble - self.before.bubble
 
     @property
     def other(self) -> float:
-        """Seconds by which waits for the host, and copies, are longer."""
+        """Additional seconds of waits for the host, and copies."""
         return self.after.other - self.before.other
 
     @property
     def _least(self) -> float:
-        """Seconds that are a change."""
+        """The seconds from which a difference counts as a change."""
         return _ROUNDING * max(self.before.step_seconds, self.after.step_seconds)
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The work that differs by kind, axis, half and module, with layers that differ alike as one; most first."""
+        """Changed work by kind, axis, half and module, with equally changed layers merged; the largest first."""
         both = self.before.terms, self.after.terms
         paths = dict.fromkeys((*self.before.modules, *self.after.modules))
         changes = []
         for kind, axis, phase in dict.fromkeys((term.kind, term.axis, term.phase) for terms in both for term in terms):
-            # Modules without a change are grouped too, so that a pattern stands for none of them.
+            # Unchanged modules are grouped, too, so that no pattern covers them.
             amounts = {path: [terms.get(Term(kind, axis, phase, path), Amount()) for terms in both] for path in paths}
             keys = {path: _key(before, after, self._least) for path, (before, after) in amounts.items()}
             for group in group_names(keys):
@@ -128,7 +128,7 @@ class PlanDifference(HasReport):
 
     @cached_property
     def memory_changes(self) -> tuple[MemoryChange, ...]:
-        """The memory at the peak that differs, by kind and module, that of most bytes first."""
+        """Changed memory at the peak, by kind and module, the largest first."""
         both = self.before.held, self.after.held
         paths = dict.fromkeys(path for held in both for path in held)
         changes = []
@@ -143,7 +143,7 @@ class PlanDifference(HasReport):
 
     @cached_property
     def main_changes(self) -> tuple[Change, ...]:
-        """The changes with those of one kind and axis as one, in both halves, at the module where most of them are."""
+        """The changes merged by kind and axis, over both halves, at the module with most of them."""
         kinds: dict[tuple[str, str], list[Change]] = {}
         for change in self.changes:
             kinds.setdefault((change.kind, change.axis), []).append(change)
@@ -183,7 +183,7 @@ class PlanDifference(HasReport):
         return f"{text}; peak {' in place of '.join(map(format_bytes, peaks))}" if peaks[0] != peaks[1] else text
 
     def _moves(self, least: float) -> Iterator[str]:
-        """Yield texts of the work that is done in the other half of the step, and takes about as long there."""
+        """Yield texts about work that moved to the other half of the step and takes about as long there."""
         for main in self.main_changes:
             halves = {"forward": 0.0, "backward": 0.0}
             for change in self.changes:
@@ -227,18 +227,18 @@ def _text(change: Change) -> str:
 
 
 def _key(before: Amount, after: Amount, least: float) -> Hashable:
-    """Return what is equal for modules that may be one change; None if nothing changes."""
+    """Return a key that is equal for modules that may share a change; None if nothing changes."""
     seconds = after.seconds - before.seconds
     if (before.count, before.bytes) == (after.count, after.bytes) and abs(seconds) <= least:
         return None
-    # Rounded, for equal layers differ in their seconds by rounding. Layers that compute in one operator more, such as
-    # the sum of two gradients, do not differ for that.
+    # Rounded, because equal layers differ in their seconds by rounding. The number of compute operators is not part of
+    # the key: a layer may have one more, such as the sum of two gradients.
     work = (before.count, after.count) if before.bytes or after.bytes else ()
     return work, before.bytes, after.bytes, f"{seconds:.3g}" if abs(seconds) > least else ""
 
 
 def _common_path(changes: Sequence[Change]) -> str:
-    """Return the module that most of the changes are in; `changes` have those of most seconds first."""
+    """Return the module that contains most of the changes; `changes` are sorted, the largest first."""
     left = sum(abs(change.seconds) for change in changes)
     least = (1 - _MAIN_SHARE) * left
     paths: list[list[str]] = []
@@ -260,7 +260,7 @@ def _common_path(changes: Sequence[Change]) -> str:
 
 
 def _cells(sides: Sequence[float], text: Callable[[float], str], least: float = 0.0) -> tuple[str, str, str]:
-    """Return the texts of an amount before and after, and of its change if that is above the least one."""
+    """Return the texts of an amount before and after, and of its change if it exceeds `least`."""
     before, after = sides
     return text(before), text(after), signed_text(after - before, text) if abs(after - before) > least else ""
 

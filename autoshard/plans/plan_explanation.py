@@ -1,4 +1,4 @@
-"""The explanation of a part of a plan: placements, strategies and collectives of what a glob matches."""
+"""The explanation of a part of a plan: placements, strategies and collectives that a glob matches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def explanation(plan: PlanContents, path_glob: str) -> Report:
     """Return the report on the parameters and modules of a plan that a glob matches.
 
     Raises:
-        PlanError: no parameter, operator or collective of the plan is at a path that the glob matches.
+        PlanError: no parameter, operator or collective of the plan has a path that the glob matches.
     """
     found = {name for name in plan.placements if _under(path_glob, name)}
     owners = {name.rpartition(".")[0] for name in found}
-    # A parameter's operators stand under the module that owns it.
+    # A parameter's operators are listed under the module that owns it.
     modules = {module for module in _modules(plan) if module in owners or _under(path_glob, module)}
     if not found and not modules:
         raise no_match_error(path_glob, paths(plan))
@@ -54,13 +54,13 @@ def _work(plan: PlanContents, modules: Collection[str]) -> Iterator[Part]:
 
 
 def paths(plan: PlanContents) -> set[str]:
-    """Return the paths that an explanation knows: names of parameters, and paths of modules."""
+    """Return the paths that can be explained: names of parameters, and paths of modules."""
     above = (path for name in plan.placements for path in ancestors(name))
     return {*plan.placements, *_modules(plan), *above} - {""}
 
 
 def no_match_error(path_glob: str, known_paths: set[str]) -> PlanError:
-    """Return the error that says that no path matches, with those that come near."""
+    """Return the error about a glob that matches no path, with similar paths."""
     return PlanError(
         f"nothing in the plan is at {path_glob!r}: no parameter and no module matches. "
         f"{suggestion(path_glob, known_paths)}"
@@ -68,7 +68,7 @@ def no_match_error(path_glob: str, known_paths: set[str]) -> PlanError:
 
 
 def matches(plan: PlanContents, path_glob: str) -> bool:
-    """Return True if the glob matches a path that an explanation knows."""
+    """Return True if the glob matches a path that can be explained."""
     return any(_under(path_glob, path) for path in paths(plan))
 
 

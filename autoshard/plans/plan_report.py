@@ -1,4 +1,4 @@
-"""The report of a sharding plan: key figures, charts of its step and modules, and tables of all that it decides."""
+"""The report of a sharding plan: key figures, charts of its step and modules, and tables of all decisions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_report(plan: PlanContents, prefix: str = "", *, is_compared: bool = Fal
     """Return the report of a plan.
 
     Args:
-        plan: of one step.
+        plan: a plan of one step.
         prefix: makes the names of its charts unique in a report of several plans.
         is_compared: True if the report lists standard layouts beside the plan.
     """
@@ -45,7 +45,7 @@ def plan_report(plan: PlanContents, prefix: str = "", *, is_compared: bool = Fal
 
 
 def _step(plan: PlanContents, prefix: str) -> Iterator[Part]:
-    """Yield the bar of the step and its charts; nothing where the calls of the step are not known."""
+    """Yield the bar of the step and its charts; nothing if the calls of the step are unknown."""
     if plan.step_replay.compute:
         yield Note(f"The step of {format_seconds(plan.step_seconds)}")
         yield _step_bar(plan)
@@ -55,7 +55,7 @@ def _step(plan: PlanContents, prefix: str) -> Iterator[Part]:
 
 
 def _step_bar(plan: PlanContents) -> Bar:
-    """Return a bar of the parts that add up to the predicted step."""
+    """Return a bar of the parts of the predicted step."""
     expenses = Expenses(plan)
     parts = [("compute", expenses.compute, "forward")]
     for axis, seconds in plan.step_replay.exposed_by_axis().items():
@@ -64,13 +64,13 @@ def _step_bar(plan: PlanContents) -> Bar:
         ("compute slower beside communication", expenses.slowdown, "alarm"),
         ("waits for the host, copies", expenses.other, "update"),
     ]
-    # Rounding may leave a part a little below zero.
+    # Rounding may leave a part slightly below zero.
     shown = (part for part in parts if part[1] > 1e-4 * expenses.step_seconds)
     return Bar(tuple(Share(name, seconds, format_seconds(seconds), colour) for name, seconds, colour in shown))
 
 
 def _levers(plan: PlanContents, is_compared: bool) -> Facts:
-    """Return what would change a plan: what it is now, with the way to another value."""
+    """Return what would change a plan: its current settings, and how to change them."""
     compared = "listed above"
     if not is_compared:
         compared = "autoshard compare --html lists DDP, FSDP2, HSDP and tensor parallelism, beside this plan"
@@ -100,14 +100,14 @@ def _levers(plan: PlanContents, is_compared: bool) -> Facts:
 
 
 def memory_bar(plan: PlanContents) -> Bar:
-    """Return a bar of the bytes of one device by kind at the peak."""
+    """Return a bar of one device's bytes at the peak, by kind."""
     colours = {name: kind for kind, name in KIND_NAMES.items()}
     parts = memory_parts(plan.memory).items()
     return Bar(tuple(Share(name, held, format_bytes(held), colours.get(name, "saved")) for name, held in parts))
 
 
 def _memory(plan: PlanContents) -> Iterator[Part]:
-    """Yield the bytes of one device at the peak: by kind, the largest tensors, and what is saved by operator."""
+    """Yield one device's bytes at the peak: by kind, the largest tensors, and saved tensors by operator."""
     if memory_parts(plan.memory):
         yield memory_bar(plan)
     largest = [(tensor.name, tensor.kind, format_bytes(tensor.bytes)) for tensor in plan.memory.largest]
@@ -141,7 +141,7 @@ def tensor_sections(plan: PlanContents) -> Iterator[Section]:
     }
     for title, table in tables.items():
         if table.rows:
-            # What the letters mean is said once.
+            # The letters are explained once.
             yield Section(title, (table, Note(LEGEND, "dim")) if table is parameters else (table,))
 
 
@@ -153,10 +153,10 @@ def _collectives(plan: PlanContents, prefix: str) -> Iterator[Part]:
 
 
 def sources_section(plans: list[PlanContents]) -> Section:
-    """Return what the backward half of a step, or of the stages of a pipeline, reads and from where, layer by layer.
+    """Return the sources of values that the backward half of a step, or of pipeline stages, reads, layer by layer.
 
-    Of the stages of a pipeline, all is of one microbatch. Text leaves it out where no plan keeps a memory limit: a
-    device then keeps all.
+    For the stages of a pipeline, it is per microbatch. Text omits the section if no plan has a memory limit: then a
+    device keeps everything.
     """
     limited = any(plan.options.get("memory_limit") or plan.recomputed or plan.offloaded for plan in plans)
     title = f"{SOURCES_TITLE}, for one microbatch" if len(plans) > 1 else SOURCES_TITLE

@@ -1,4 +1,4 @@
-"""The facts at the head of a plan, and their texts."""
+"""The key facts of a plan, and their texts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autoshard.plans.plan_data import PlanContents
 from autoshard.report import Fact, Facts
 from autoshard.units import format_bytes, format_seconds
 
-_MOST_LISTED = 4  # layers, or operators, that run again
+_MOST_LISTED = 4  # recomputed layers, or operators
 
-# Kind of an allocation -> its name for people.
+# Kind of an allocation -> its displayed name.
 KIND_NAMES = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -29,7 +29,7 @@ KIND_NAMES = {
 
 
 def summary(plan: PlanContents) -> Facts:
-    """Return the facts at the head of a plan."""
+    """Return the key facts of a plan."""
     subject = dict(plan.subject)
     made = made_text(subject.pop("made on", ""), plan.versions)
     on = f" on cluster {plan.cluster}" if plan.cluster else ""
@@ -67,7 +67,7 @@ def _step_note(plan: PlanContents) -> str:
 
 
 def _throughput(plan: PlanContents) -> Fact:
-    """Return tokens, or samples, per second, and the utilization; a fact without a value where they are not known."""
+    """Return tokens, or samples, per second, and the utilization; a fact without a value if unknown."""
     rates = ((plan.tokens_per_second, "tokens"), (plan.samples_per_second, "samples"))
     known = [f"{rate:,.0f} {name} per second" for rate, name in rates if rate]
     used = f"{plan.utilization:.1%} of the devices' peak rate, MFU" if plan.utilization else ""
@@ -75,7 +75,7 @@ def _throughput(plan: PlanContents) -> Fact:
 
 
 def memory_fact(plan: PlanContents) -> Fact:
-    """Return the peak and what there is, with the parts of the peak."""
+    """Return the peak and the capacity, with the parts of the peak."""
     parts = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory_parts(plan.memory).items())
     of = f" of {format_bytes(plan.capacity)}" if plan.capacity else ""
     short = "" if plan.fits else ": does not fit"
@@ -84,9 +84,9 @@ def memory_fact(plan: PlanContents) -> Fact:
 
 
 def _search(plan: PlanContents) -> Fact:
-    """Return how far the plan may be from the best one, and how it was found."""
+    """Return the gap to the best plan, and the method of the search."""
     method = plan.method or "none"
-    # A model of one device, or without operators that communicate, has nothing to decide.
+    # A model on one device, or without operators that communicate, has no decisions.
     if plan.cost <= 0:
         return Fact("search", "nothing to choose", method)
     bound = f"{method}, cost {format_seconds(plan.cost)}, lower bound {format_seconds(plan.lower_bound)}"
@@ -110,7 +110,7 @@ def shares_text(plan: PlanContents) -> str:
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:
-    """Return the bytes held at the moment of the peak by kind; totals of the step where that moment is not known."""
+    """Return the bytes held at the moment of the peak by kind; totals of the step if that moment is unknown."""
     if memory.held:
         return {KIND_NAMES[kind]: amount for kind, amount in memory.held.items()}
     parts = {
@@ -124,11 +124,11 @@ def memory_parts(memory: Memory) -> dict[str, int]:
 
 
 def peak_text(memory: Memory) -> str:
-    """Return the moment of the peak, and the largest tensors then; empty where it is not known."""
+    """Return the moment of the peak, and the largest tensors then; empty if unknown."""
     if not memory.phase:
         return ""
     where = "" if memory.phase == "optimizer" else f" of {memory.module or 'the root module'}, {memory.operator}"
-    # Equal names are one entry with a count: the largest tensors are often one activation of every layer.
+    # Equal names share an entry with a count: the largest tensors are often the same activation of every layer.
     sums: dict[str, list[int]] = {}
     for tensor in memory.largest:
         sums.setdefault(f"{tensor.name} ({tensor.kind})", []).append(tensor.bytes)
@@ -140,11 +140,11 @@ def peak_text(memory: Memory) -> str:
 
 
 def recomputed_text(plan: PlanContents) -> str:
-    """Return what runs again: `"32 layers: ..."`, or `"96 operators: 32 of aten.silu, ..."` where they were chosen."""
+    """Return what is recomputed: `"32 layers: ..."`, or `"96 operators: 32 of aten.silu, ..."` for chosen operators."""
     operators = {decision.node: decision for decision in plan.choices}
     decisions = [operators[name] for name in plan.recomputed if name in operators]
     if decisions:
-        # Views, which take no time, would be most of them.
+        # Without views, which take no time and would be the majority.
         names = Counter(decision.operator for decision in decisions if decision.seconds)
         listed = ", ".join(f"{count} of {name}" for name, count in names.most_common(_MOST_LISTED))
         more = ", ..." if len(names) > _MOST_LISTED else ""
@@ -157,14 +157,14 @@ def recomputed_text(plan: PlanContents) -> str:
 
 
 def offloaded_text(plan: PlanContents) -> str:
-    """Return `"64 tensors, 12.0 GiB of the host of a device"`; empty where nothing is moved."""
+    """Return `"64 tensors, 12.0 GiB of the host of a device"`; empty if nothing is moved."""
     tensors = "1 tensor" if len(plan.offloaded) == 1 else f"{len(plan.offloaded)} tensors"
     moved = plan.memory.host - plan.memory.host_optimizer
     return f"{tensors}, {format_bytes(moved)} of the host of a device" if plan.offloaded else ""
 
 
 def hosted_text(plan: PlanContents) -> str:
-    """Return `"that of 64 parameters, 12.0 GiB of the host of a device, updated in 0.2 s"`; empty without any."""
+    """Return `"that of 64 parameters, 12.0 GiB of the host of a device, updated in 0.2 s"`; empty if there are none."""
     if not plan.hosted:
         return ""
     parameters = "1 parameter" if len(plan.hosted) == 1 else f"{len(plan.hosted)} parameters"
@@ -175,5 +175,5 @@ def hosted_text(plan: PlanContents) -> str:
 
 
 def slower_text(plan: PlanContents) -> str:
-    """Return `"may be up to 15 % slower than the best"`, by cost and lower bound."""
+    """Return `"may be up to 15 % slower than the best"`, from cost and lower bound."""
     return f"may be up to {100 * (plan.cost / plan.lower_bound - 1):.2g} % slower than the best"

@@ -1,4 +1,4 @@
-"""The tables of a plan: tensors, collectives and operators, with layers that are alike in one row."""
+"""The tables of a plan: tensors, collectives and operators, with equal layers in one row."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def tensor_table(
     shapes: Mapping[str, tuple[int, ...]],
     gathered: Mapping[str, str] | None = None,
 ) -> Table:
-    """Return one row for all tensors whose names differ in indices alone and which are placed and gathered alike.
+    """Return a table with one row for all tensors that differ only in indices of their names.
 
     Args:
         axes: names of the mesh axes.
-        placements: of the tensors by name.
-        shapes: of the tensors by name; empty where they are not known.
-        gathered: of parameters, as in `ShardingPlan`. The others are `"whole"` (every device holds them) or `"never"`
-            gathered: the step works on their shards.
+        placements: the placements of the tensors by name.
+        shapes: the shapes of the tensors by name; empty if unknown.
+        gathered: for parameters, as in `ShardingPlan`. The others are `"whole"` (every device holds them) or `"never"`
+            gathered: the step uses their shards.
     """
-    # Tensors are grouped by all that their row shows, so that a row never says what holds for some of them only.
+    # Grouped by everything that the row shows, so that it holds for all its tensors.
     keys: dict[str, tuple[str, ...]] = {}
     for name, row in placements.items():
         shape = ("x".join(map(str, shapes.get(name, ()))) or "scalar",) if shapes else ()
@@ -48,7 +48,7 @@ def tensor_table(
 
 @dataclass(frozen=True, slots=True)
 class WorkRow:
-    """Equal operators or collectives of modules whose paths differ in indices alone; bytes and seconds are of them all.
+    """Equal operators or collectives of modules whose paths differ only in indices; bytes and seconds are totals.
 
     Attributes:
         labels: (kind, axis, phase) of collectives, (operator, phase, strategy) of operators.
@@ -62,7 +62,7 @@ class WorkRow:
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[WorkRow]:
-    """Return collectives by kind, axis, phase and module pattern, those that take most time first."""
+    """Return collectives by kind, axis, phase and module pattern, the slowest first."""
     rows = _work_rows(
         (
             (sent.kind, sent.axis, sent.phase),
@@ -73,28 +73,28 @@ def collective_rows(collectives: Iterable[Collective]) -> list[WorkRow]:
         )
         for sent in collectives
     )
-    # A stable sort: rows of equal time stay in the order of the step.
+    # A stable sort: rows of equal time keep the order of the step.
     return sorted(rows, key=lambda row: -row.seconds)
 
 
 def operator_rows(choices: Iterable[Decision]) -> list[WorkRow]:
-    """Return operators by name, phase, strategy and module pattern, in the order in which they run."""
+    """Return operators by name, phase, strategy and module pattern, in execution order."""
     return _work_rows(
         ((choice.operator, choice.phase, choice.strategy), choice.module, 1, 0, choice.seconds) for choice in choices
     )
 
 
 def _work_rows(records: Iterable[tuple[tuple[str, ...], str, int, int, float]]) -> list[WorkRow]:
-    """Sum up the records (labels, module, count, bytes, seconds) of every module, then join modules with equal sums."""
+    """Sum the records (labels, module, count, bytes, seconds) of every module, then merge modules with equal sums."""
     sums: dict[tuple[str, ...], dict[str, tuple[int, int, float]]] = {}
     for labels, module, count, size, seconds in records:
-        # Sums per module come first: an operator called twice in every layer is a row with twice the count.
+        # Sum per module first: an operator called twice in every layer becomes a row with twice the count.
         modules = sums.setdefault(labels, {})
         total = modules.get(module, (0, 0, 0.0))
         modules[module] = (total[0] + count, total[1] + size, total[2] + seconds)
     rows = []
     for labels, modules in sums.items():
-        # Seconds are no part of the key: equal layers differ in them by rounding.
+        # The key omits seconds: equal layers differ in them by rounding.
         for group in group_names({module: total[:2] for module, total in modules.items()}):
             times = len(group.names)
             seconds = sum(modules[module][2] for module in group.names)
@@ -103,7 +103,7 @@ def _work_rows(records: Iterable[tuple[tuple[str, ...], str, int, int, float]]) 
 
 
 def collective_table(rows: Sequence[WorkRow], most: int = 30) -> Table:
-    """Return a table of collectives, with one row for those behind the first `most`."""
+    """Return a table of collectives, with one row for those after the first `most`."""
     rest: tuple[str, ...] = ()
     if len(rows) > most:
         others = rows[most:]

@@ -30,40 +30,39 @@ class ShardingPlan(PlanContents, HasReport):
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
 
     Attributes:
-        mesh: the axes it is for.
+        mesh: the axes of the mesh.
         placements: parameter or buffer name -> torch placements, one per mesh axis.
         input_placements: input path -> placements.
         output_placements: output path -> placements.
         shapes: parameter or buffer name -> global shape.
-        step_seconds: predicted time of one step, forward and backward, and of the optimizer's updates on the host.
-        update_seconds: predicted time of the optimizer's update on the device, which follows it.
-        host_update_seconds: the part of `step_seconds` of the optimizer's updates on the host.
-        memory: bytes per device.
-        device_memory: bytes that a device of the cluster has; 0 where it is not known.
-        collectives: of one step.
-        cost: value of the solver's objective, seconds.
-        lower_bound: no plan in the space that was searched costs less than this.
-        method: how the solver found it.
-        timings: phase of planning -> seconds that it took.
-        fingerprint: of the captured graph.
-        cluster: name of the cluster it was priced on.
-        versions: `"autoshard"` and `"torch"` -> version that made it.
+        step_seconds: predicted time of one step, forward and backward, including the optimizer's updates on the host.
+        update_seconds: predicted time of the optimizer's update on the device after the step.
+        host_update_seconds: the part of `step_seconds` for the optimizer's updates on the host.
+        memory: the memory account, in bytes per device.
+        device_memory: bytes of memory of a device of the cluster; 0 if unknown.
+        collectives: the collectives of one step.
+        cost: value of the solver's objective, in seconds.
+        lower_bound: a lower bound of the cost of all plans in the searched space.
+        method: how the solver found the plan.
+        timings: phase of planning -> its seconds.
+        fingerprint: the fingerprint of the captured graph.
+        cluster: name of the cluster whose prices were used.
+        versions: `"autoshard"` and `"torch"` -> the version that made the plan.
         decisions: the choice of every node, as the planner records it (JSON data).
-        choices: the same for people.
+        choices: the same in readable form.
         hints: hint -> what it pinned, as text.
         options: planning options (JSON data).
-        gathered: parameter name -> `"again"` if copies of it that the forward half gathers are freed, and made again
-            in the backward half (ZeRO-3); `"once"` if they are kept for it, or if one half alone gathers it; parameters
-            that are used as they lie are not listed.
-        recomputed: names of the layers, or of single operators of the captured graph, that the backward half runs
-            again, instead of keeping their activations.
+        gathered: parameter name -> `"again"` if gathered copies in the forward half are freed, and gathered again in
+            the backward half (ZeRO-3); `"once"` if they are kept for it, or if only one half gathers the parameter;
+            parameters that are used without gathering are not listed.
+        recomputed: names of the layers, or of single operators of the captured graph, that the backward half recomputes
+            instead of keeping their activations.
         offloaded: names of the values of the captured graph that are moved to the host until the backward half reads
             them.
-        hosted: names of the parameters whose optimizer state is on the host, and which are updated there.
-        step_replay: the predicted step, call by call, for pages and traces; empty in the files of older versions.
-        replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the captured step,
-            about 1 MB for each layer of a transformer, and no weights. It is no part of the plan's value, file or
-            pickle.
+        hosted: names of the parameters whose optimizer state, and update, is on the host.
+        step_replay: the predicted step, call by call, for pages and traces; empty in files of older versions.
+        replanner: answers `why_not`; None if the plan does not remember how it was made. It holds the captured step,
+            about 1 MB per transformer layer, and no weights. It is not part of the plan's value, file or pickle.
     """
 
     replanner: Replans | None = field(default=None, compare=False, repr=False)
@@ -83,17 +82,17 @@ class ShardingPlan(PlanContents, HasReport):
         return plan_report(self, is_compared=is_compared)
 
     def __deepcopy__(self, memo: object) -> ShardingPlan:
-        # A plan never changes: a copy of a module shares it.
+        # A plan is immutable, so a copy of a module shares it.
         return self
 
     def explain(self, path_glob: str) -> str:
         """Return the reasons for the placements of the parameters and modules that a glob matches.
 
         Args:
-            path_glob: glob over parameter names and module paths; it covers what lies below a matching module.
+            path_glob: glob over parameter names and module paths; it includes everything below a matching module.
 
         Returns:
-            Text: their placements, the strategies of the operators there with their cost, and the collectives there.
+            Text: their placements, the strategies of their operators with costs, and their collectives.
 
         Raises:
             PlanError: nothing in the plan matches.
@@ -101,43 +100,44 @@ class ShardingPlan(PlanContents, HasReport):
         return str(self.explanation(path_glob))
 
     def explanation(self, path_glob: str) -> Report:
-        """Return the report whose text is that of `explain`."""
+        """Return the report that `explain` prints."""
         return explanation(self, path_glob)
 
     def expenses(self) -> Expenses:
-        """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables."""
+        """Return the expenses of a step: seconds and bytes by mesh axis, kind and module; it prints as tables."""
         return Expenses(self)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted step of one rank as a trace that Perfetto and chrome://tracing load.
+        """Write the predicted step of one rank as a trace for Perfetto and chrome://tracing.
 
         Raises:
-            PlanError: the plan is from a file of an older version, which does not have the calls of the step.
+            PlanError: the plan is from a file of an older version, which lacks the calls of the step.
         """
         step = StepTasks.of(self)
         Path(path).write_text(trace(step.tasks, step.starts, step.ends, [step.memory]), "utf-8")
 
     def why_not(self, asked: Mapping[str, Any]) -> Alternative[ShardingPlan]:
-        """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.
+        """Find the best plan with requested properties, and its cost compared to this plan, term by term.
 
-        It takes about as long as this plan took, without the capture. The options are those that this plan was made
-        with; of its hints, those under the same globs are replaced.
+        It takes about as long as this plan took, without the capture. The options are those of this plan, except that
+        hints with the same globs are replaced.
 
         Args:
-            asked: what the plan should have, as the option `hints` of `autoshard.plan` says it: glob -> placements or
-                a primitive, such as `{"layers.*.up.weight": {"tp": Shard(0)}}` or `{"*": autoshard.replicate("dp")}`.
+            asked: the requested properties, in the form of the option `hints` of `autoshard.plan`: glob -> placements
+                or a primitive, such as `{"layers.*.up.weight": {"tp": Shard(0)}}` or `{"*":
+                autoshard.replicate("dp")}`.
 
         Raises:
-            PlanError: the plan was loaded from a file, or is of a parallelised module, so that it does not remember how
-                it was made (`autoshard.why_not` takes the model); or the model exists no more.
-            HintError: a hint names what the model or the mesh does not have.
+            PlanError: the plan was loaded from a file, or belongs to a parallelised module, so that it does not
+                remember how it was made (`autoshard.why_not` takes the model); or the model no longer exists.
+            HintError: a hint names something that the model or the mesh does not have.
         """
         if self.replanner is None:
             raise forgotten_error()
         return self.replanner(self, asked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are of the value alone.
+        # Copies and pickles contain only the value.
         return ShardingPlan._of_values, tuple(getattr(self, item.name) for item in fields(PlanContents))
 
     @staticmethod
@@ -150,16 +150,16 @@ class ShardingPlan(PlanContents, HasReport):
 
     @staticmethod
     def from_json(text: str, what: str = "the plan") -> ShardingPlan:
-        """Return the plan that `to_json` wrote; `what` names the text in errors.
+        """Return the plan from a text of `to_json`; `what` names the text in errors.
 
         Raises:
-            PlanError: the text is cut short, was edited, is of another format or version, or is not a plan.
+            PlanError: the text is truncated, edited, of another format or version, or not a plan.
         """
         return ShardingPlan.from_data(plan_data.decode(text, what))
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> ShardingPlan:
-        """Return the plan that `plan_data.to_data` wrote; `data` must follow the schema."""
+        """Return the plan from data of `plan_data.to_data`, which must satisfy the schema."""
         return ShardingPlan(**plan_data.fields_of(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -168,7 +168,7 @@ class ShardingPlan(PlanContents, HasReport):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ShardingPlan:
-        """Return the plan that `save` wrote.
+        """Return the plan in a file of `save`.
 
         Raises:
             PlanError: the file cannot be read, or `from_json` refuses it.
@@ -179,17 +179,17 @@ class ShardingPlan(PlanContents, HasReport):
         """Raise an error unless the plan was made for this model on this mesh.
 
         Args:
-            mesh: the mesh that the plan is to be applied on.
-            fingerprint: of the graph captured from the model.
+            mesh: the mesh to apply the plan to.
+            fingerprint: the fingerprint of the model's captured graph.
             shapes: parameter or buffer name -> global shape.
 
         Raises:
-            PlanError: naming every difference found.
+            PlanError: the plan does not fit; the message names every difference.
         """
-        # All differences at once: a user who fixes one of them should not meet the next.
+        # All differences at once, so that a user who fixes one does not run into the next.
         differences = [] if mesh == self.mesh else [f"it was made for the mesh {self.mesh}; this mesh is {mesh}"]
         differences += [*self._parameter_differences(shapes), *self._share_differences(mesh)]
-        # Other parameters or another mesh give another graph: its fingerprint says more only where these agree.
+        # Other parameters or another mesh change the graph, so its fingerprint is only informative if these agree.
         if not differences and fingerprint != self.fingerprint:
             versions = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "unknown versions"
             differences.append(
@@ -206,7 +206,7 @@ class ShardingPlan(PlanContents, HasReport):
             )
 
     def _parameter_differences(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return one text for each kind of difference, naming the first few parameters that have it."""
+        """Return one text for each kind of difference, with the first few parameters."""
         missing = [name for name in self.placements if name not in shapes]
         extra = [name for name in shapes if name not in self.placements]
         reshaped = [
@@ -214,13 +214,13 @@ class ShardingPlan(PlanContents, HasReport):
             for name, shape in self.shapes.items()
             if name in shapes and tuple(shapes[name]) != shape
         ]
-        # A few names of each kind: a wrong model differs in all of them.
+        # A few names of each kind: with a wrong model, all parameters differ.
         kinds = (("the model lacks", missing), ("the plan lacks", extra), ("the shape differs of", reshaped))
         return [f"{kind} {_first(names)}" for kind, names in kinds if names]
 
     def _share_differences(self, mesh: MeshShape) -> list[str]:
-        """Return texts of shares that the ranks of no axis can take, and of parts of dims without shares."""
-        # Such a plan was edited by hand: the planner makes parts only together with shares.
+        """Return texts about shares that the ranks of no axis can take, and about parts of dims without shares."""
+        # Such a plan was edited by hand: the planner only makes parts together with shares.
         if self.parts and not self.shares:
             return ["it has dims in unequal parts, and no shares that say which rank takes what of them"]
         return [
@@ -231,6 +231,6 @@ class ShardingPlan(PlanContents, HasReport):
 
 
 def _first(names: Sequence[str], limit: int = 3) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

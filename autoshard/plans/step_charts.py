@@ -1,4 +1,4 @@
-"""The charts of a step: the memory of one device by kind, and its calls on a timeline."""
+"""The charts of a step: memory of one device by kind, and a timeline of its calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoshard.plans.plan_summary import KIND_NAMES
 from autoshard.report import Axis, Chart, Mark, Plot, Series
 from autoshard.units import format_bytes, format_seconds
 
-# What is held for the whole step lies at the bottom, so that the rest is seen to grow and shrink.
+# Memory held for the whole step is at the bottom, so that changes of the rest are visible.
 _STACK = (
     *("parameter", "optimizer", "buffer", "input"),
     *("gradient", "output", "saved", "gathered", "communication", "temporary"),
 )
-_MOMENTS = 2000  # moments of the memory that are drawn: about two a pixel
-_NEAR = 0.25  # part of a limit that a peak must reach for the limit to be drawn: else the memory would be a flat line
-_SPANS = 4000  # bars of one row of a timeline: more are slow to move
+_MOMENTS = 2000  # moments drawn in the memory chart: about two per pixel
+_NEAR = 0.25  # part of a limit that the peak must reach for the limit to be drawn: else memory is a flat line
+_SPANS = 4000  # bars in a row of a timeline: more are slow to move
 
 Points = list[tuple[float, dict[str, int]]]
 
 
 def memory_chart(plan: PlanContents, prefix: str = "") -> Iterator[Chart]:
-    """Yield the chart of the bytes of one device over the step, by kind; none where the plan does not know them."""
+    """Yield the chart of one device's bytes over the step, by kind; nothing if the plan does not know them."""
     points = memory_points(plan)
     if not points:
         return
@@ -61,17 +61,17 @@ def memory_chart(plan: PlanContents, prefix: str = "") -> Iterator[Chart]:
 
 
 def peak_point(moment: float, peak: int, text: str) -> Series:
-    """Return a point at a peak of memory, with a text."""
+    """Return a labelled point at a peak of memory."""
     return Series("", "accent", "points", (moment,), (peak,), labels=(text,))
 
 
 def limit_marks(capacities: Iterable[int], peak: int, name: str) -> tuple[tuple[Mark, ...], str]:
-    """Return lines at the limits of memory, and a sentence about limits that are too far above the peak to be drawn.
+    """Return lines at the limits of memory, and a sentence about limits too far above the peak to be drawn.
 
     Args:
-        capacities: bytes that devices may hold; 0 where that is not known.
+        capacities: bytes that devices may hold; 0 if unknown.
         peak: bytes of the highest peak.
-        name: written at a line.
+        name: the label of the lines.
     """
     limits = sorted({capacity for capacity in capacities if capacity})
     near = [capacity for capacity in limits if peak >= _NEAR * capacity]
@@ -81,25 +81,25 @@ def limit_marks(capacities: Iterable[int], peak: int, name: str) -> tuple[tuple[
 
 
 def memory_points(plan: PlanContents) -> Points:
-    """Return moments in seconds, in order, with the bytes by kind that a device holds from each of them on.
+    """Return moments in seconds, in order, with the bytes by kind that a device holds from then on.
 
-    At the last one, the optimizer has updated the parameters. Moments of one time are the one at which most is held;
-    so are those that are too close to be drawn.
+    At the last moment, the optimizer has updated the parameters. Of moments at the same time, or too close to be drawn,
+    only the one with most memory is returned.
     """
     replay, operators = plan.step_replay, len(plan.choices)
-    # A step of views alone takes no time, over which nothing can be drawn.
+    # A step of views only takes no time, over which nothing could be drawn.
     if not replay.held or not replay.compute:
         return []
     by_kind = replay.bytes_by_kind(operators + 1)
     times = [0.0] * operators
     begun = 0
     for span in replay.compute:
-        # Operators that take no time, such as views, come before the next one that does.
+        # Operators that take no time, such as views, precede the next one that does.
         for moment in range(begun, span.moment + 1):
             times[moment] = span.start
         begun = max(begun, span.moment + 1)
     times[begun:] = [replay.seconds] * (operators - begun)
-    # The host issues the first call before the device computes; what is at rest is held from the beginning.
+    # The host issues the first call before the device computes; tensors at rest are held from the beginning.
     times[0] = 0.0
     times.append(replay.seconds)
     points: Points = []
@@ -126,7 +126,7 @@ def _chunks(points: Points, length: int) -> Iterator[Points]:
 
 
 def _end(plan: PlanContents) -> float:
-    """Return the seconds from the beginning of the step to the end of the optimizer's update."""
+    """Return the time from the beginning of the step to the end of the optimizer's update, in seconds."""
     return plan.step_replay.seconds + _update_seconds(plan)
 
 
@@ -135,7 +135,7 @@ def _update_seconds(plan: PlanContents) -> float:
 
 
 def _phase_starts(plan: PlanContents) -> dict[str, float]:
-    """Return the phases with the seconds at which they start."""
+    """Return the phases with their starts in seconds."""
     starts: dict[str, float] = {}
     for span in plan.step_replay.compute:
         starts.setdefault(plan.choices[span.moment].phase, span.start if starts else 0.0)
@@ -157,7 +157,7 @@ def _phase_ranges(plan: PlanContents) -> Iterator[tuple[str, float, float]]:
 
 
 def timeline_chart(plan: PlanContents, prefix: str = "") -> Chart:
-    """Return the chart of layers, compute and the collectives of every axis over the step of a plan with its calls."""
+    """Return the chart of layers, compute and collectives by axis over a plan's step."""
     replay = plan.step_replay
     axes = [axis for axis in plan.mesh.names if any(span.axis == axis for span in replay.collectives)]
     rows = ("layers", "compute", *axes)
@@ -197,11 +197,11 @@ def _replay_caption(plan: PlanContents) -> str:
 
 
 Call = tuple[str, float, float, str, str]
-"""A bar of a timeline: its row, its start and end, a note, and a label, which may be empty."""
+"""A bar of a timeline: its row, start and end, a note, and a label, which may be empty."""
 
 
 def call_bars(name: str, colour: str, calls: Iterable[Call]) -> Series:
-    """Return the bars of a timeline that have one name and colour."""
+    """Return timeline bars with one name and colour."""
     rows, starts, ends, notes, labels = zip(*calls, strict=True)
     lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return Series(name, colour, "bars", lengths, rows, starts, notes, labels if any(labels) else ())
@@ -220,7 +220,7 @@ def _collective_bars(plan: PlanContents) -> Iterator[Series]:
 
 
 def _compute_bars(plan: PlanContents) -> Iterator[Series]:
-    """Yield the compute of every phase, a bar for the calls of one module that follow each other."""
+    """Yield the compute of every phase, with one bar for consecutive calls of one module."""
     calls: dict[str, list[Call]] = defaultdict(list)
     for run in _runs([(span.start, span.end, plan.choices[span.moment]) for span in plan.step_replay.compute]):
         decision = run[0][2]
@@ -245,8 +245,8 @@ Span = tuple[float, float, Decision]
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Yield spans of one module and phase that follow each other without a gap."""
-    # A gap that no screen can show joins its neighbours, where there are too many bars.
+    """Yield runs of consecutive spans of one module and phase without gaps."""
+    # If there are too many bars, gaps too small for a screen are closed.
     gap = spans[-1][1] / _SPANS if len(spans) > _SPANS else 1e-9
     run: list[Span] = []
     for span in spans:
@@ -263,20 +263,20 @@ def _place(span: Span) -> tuple[str, str]:
 
 
 def layer_of(module: str) -> str:
-    """Return the path of the layer that a module is in: up to its first index, or its first two names."""
+    """Return the path of a module's layer: up to its first index, or its first two names."""
     parts = module.split(".")
     index = next((place for place, part in enumerate(parts) if index_of(part)), min(1, len(parts) - 1))
     return ".".join(parts[: index + 1])
 
 
 def _short_name(layer: str) -> str:
-    """Return the last name of a layer; with the name before it where it is a number, which says nothing alone."""
+    """Return the last name of a layer; a number gets the name before it."""
     parts = layer.split(".")
     return ".".join(parts[-2 if parts[-1].isdigit() else -1 :])
 
 
 def _layer_bars(plan: PlanContents) -> Iterator[Series]:
-    """Yield the layers that compute, one after the other, in two colours in turn."""
+    """Yield the layers' compute, one after the other, in two alternating colours."""
     calls: list[Call] = []
     spans = ((span.start, span.end, layer_of(plan.choices[span.moment].module)) for span in plan.step_replay.compute)
     for layer, run in itertools.groupby(spans, key=lambda span: span[2]):

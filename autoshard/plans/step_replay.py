@@ -1,4 +1,4 @@
-"""`StepReplay`: the predicted step of a plan, call by call, and the bytes that a device holds meanwhile."""
+"""`StepReplay`: the predicted step of a plan, call by call, and a device's memory over it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class ComputeSpan(NamedTuple):
-    """Seconds in which a device computes for one operator.
+    """An interval in which a device computes one operator.
 
     Attributes:
-        moment: the operator, by its position in `ShardingPlan.choices`.
+        moment: the operator, by its index in `ShardingPlan.choices`.
         start, end: seconds from the beginning of the step.
     """
 
@@ -21,14 +21,14 @@ class ComputeSpan(NamedTuple):
 
 
 class CollectiveSpan(NamedTuple):
-    """Seconds in which one collective runs.
+    """An interval in which one collective runs.
 
     Attributes:
-        moment: the operator that it belongs to, by its position in `ShardingPlan.choices`.
+        moment: the operator that it belongs to, by its index in `ShardingPlan.choices`.
         start, end: seconds from the beginning of the step.
         kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"` or `"shift"`.
-        axis: name of the mesh axis that it runs over.
-        bytes: held by one device before it.
+        axis: the name of the mesh axis of its group.
+        bytes: bytes held by one device before it.
     """
 
     moment: int
@@ -43,9 +43,9 @@ class HeldBytes(NamedTuple):
     """Bytes that a device holds from a moment on.
 
     Attributes:
-        moment: an operator, by its position in `ShardingPlan.choices`; the moment after the last one is the update of
-            the optimizer.
-        bytes: held at that moment, at the call of the operator at which most is held.
+        moment: an operator, by its index in `ShardingPlan.choices`; the moment after the last one is the optimizer's
+            update.
+        bytes: the most bytes held at once during that moment.
     """
 
     moment: int
@@ -56,17 +56,17 @@ class HeldBytes(NamedTuple):
 class StepReplay:
     """The replay of one step on one device: its calls on streams, and its memory.
 
-    Where ranks take unequal shares, it is that of equal ones. Reductions of gradients that are added up over several
-    runs of the step are not in it. Seconds are rounded to nanoseconds.
+    With unequal shares, it is the step of equal ones. It does not contain reductions of gradients summed over several
+    runs of the step. Seconds are rounded to nanoseconds.
 
     Attributes:
-        compute: in the order in which the device runs them.
+        compute: in execution order.
         collectives: in the order in which they are issued.
-        held: kind of memory (`memory.footprint.KINDS`) -> the bytes of it whenever they change.
-        seconds: from the beginning to the end of the last call, of those that take no time on the device too.
-        exposed: seconds in which the device communicates and does not compute.
-        hidden: seconds in which it does both. They slow down the compute, which `ShardingPlan.step_seconds` counts and
-            this replay does not draw.
+        held: kind of memory (`memory.footprint.KINDS`) -> its bytes whenever they change.
+        seconds: from the beginning to the end of the last call, including calls that take no time on the device.
+        exposed: seconds in which the device communicates but does not compute.
+        hidden: seconds in which it does both. They slow down the compute; `ShardingPlan.step_seconds` includes this,
+            but the replay does not.
     """
 
     compute: tuple[ComputeSpan, ...] = ()
@@ -77,7 +77,7 @@ class StepReplay:
     hidden: float = 0.0
 
     def bytes_by_kind(self, moments: int) -> dict[str, list[int]]:
-        """Return for every kind of memory the bytes that are held at each of the moments `0` to `moments - 1`."""
+        """Return, for every kind of memory, the bytes held at each of the moments `0` to `moments - 1`."""
         held = {}
         for kind, changes in self.held.items():
             amounts = [0] * moments
@@ -88,9 +88,9 @@ class StepReplay:
         return held
 
     def exposed_by_axis(self) -> dict[str, float]:
-        """Return for every mesh axis the seconds in which the device only communicates; together, `exposed`.
+        """Return, for every mesh axis, the seconds in which the device only communicates; their sum is `exposed`.
 
-        Seconds in which collectives over several axes run are shared equally.
+        Seconds in which collectives over several axes run are divided equally.
         """
         changes = [(edge, sign, "") for span in self.compute for edge, sign in ((span.start, 1), (span.end, -1))]
         changes += [
@@ -109,7 +109,7 @@ class StepReplay:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> StepReplay:
-        """Return the replay that `dataclasses.asdict` and JSON turned into `data`."""
+        """Return the replay that was converted to `data` by `dataclasses.asdict` and JSON."""
         return StepReplay(
             compute=tuple(ComputeSpan(*span) for span in data["compute"]),
             collectives=tuple(CollectiveSpan(*span) for span in data["collectives"]),

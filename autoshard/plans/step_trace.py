@@ -14,20 +14,20 @@ from autoshard.simulate.events import COMPUTE, Task
 from autoshard.units import format_bytes
 
 Memory = Sequence[Sequence[tuple[float, int]]]
-"""For every rank, bytes from a moment on: pairs of seconds and bytes, in order."""
+"""For every rank, the bytes held from a time on: pairs of seconds and bytes, in order."""
 
 
 def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float], memory: Memory = ()) -> str:
     """Return a simulated step in Chrome's trace format.
 
-    A rank is a process and a stream of it a thread; a message is on the threads of both of its ranks. Tasks that take
-    no time are left out.
+    A rank is a process and its streams are threads; a message is on threads of both its ranks. Tasks that take no time
+    are omitted.
 
     Args:
-        tasks: of all ranks.
+        tasks: the tasks of all ranks.
         starts: seconds from the beginning, one per task.
-        ends: likewise.
-        memory: of every rank, drawn as a counter.
+        ends: likewise, the ends.
+        memory: the memory of every rank, drawn as a counter.
 
     Returns:
         The text of a `.json` file: `traceEvents` with times in microseconds.
@@ -35,14 +35,14 @@ def trace(tasks: Sequence[Task], starts: Sequence[float], ends: Sequence[float],
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, str], int] = {}
     for task, start, end in zip(tasks, starts, ends, strict=True):
-        # Both ranks of a message are busy with it, and viewers show a process each.
+        # Both ranks of a message are busy with it, and viewers show one process each.
         for rank in task.ranks if end > start else ():
             peers = [f"rank {peer}" for peer in task.ranks if peer != rank]
             key = rank, f"{task.stream} with {' and '.join(peers)}" if peers else task.stream
             if key not in threads:
-                # Numbers of threads begin at 0 in each rank.
+                # Thread numbers start at 0 in each rank.
                 threads[key] = sum(numbered == rank for numbered, _ in threads)
-            # The format counts microseconds.
+            # The format uses microseconds.
             span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
             events.append({"name": task.name, "cat": task.kind, "ph": "X", "pid": rank, "tid": threads[key], **span})
     for rank, moments in enumerate(memory):
@@ -60,13 +60,13 @@ def _name(level: str, rank: int, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepTasks:
-    """The calls of a step on one rank, which stands for all.
+    """The calls of a step on one rank, which represents all.
 
     Attributes:
-        tasks: compute of operators, named by module and operator, its kind the half of the step; and collectives, on a
-            stream for each mesh axis.
+        tasks: compute of operators, named by module and operator, with the half of the step as its kind; and
+            collectives, on one stream per mesh axis.
         starts, ends: seconds from the beginning of the step, one per task.
-        memory: bytes that the rank holds from a moment on: pairs of seconds and bytes, in order.
+        memory: bytes that the rank holds from a time on: pairs of seconds and bytes, in order.
     """
 
     tasks: tuple[Task, ...]
@@ -103,7 +103,7 @@ class StepTasks:
 
 
 def _memory(plan: PlanContents) -> tuple[tuple[float, int], ...]:
-    """Return the bytes of all kinds whenever they change, at the seconds at which the operators start."""
+    """Return the bytes of all kinds whenever they change, at the start times of operators, in seconds."""
     moments = len(plan.choices)
     starts: dict[int, float] = {}
     for span in plan.step_replay.compute:
@@ -112,8 +112,8 @@ def _memory(plan: PlanContents) -> tuple[tuple[float, int], ...]:
     changes: list[tuple[float, int]] = []
     seconds = 0.0
     for moment, amount in enumerate(held):
-        # Operators that take no time, such as views, are where the one before them starts. Calls that are moved may
-        # start before operators that stand before them in the plan.
+        # Operators that take no time, such as views, start with the previous one. Reordered calls may start before
+        # operators that precede them in the plan.
         seconds = max(seconds, starts.get(moment, seconds))
         if not changes or changes[-1][1] != amount:
             changes.append((seconds, amount))

@@ -1,4 +1,4 @@
-"""Reports: one tree of titled rows and series for every result, and its renderers as text, notebook and page."""
+"""Reports: one tree of titled rows and series for every result, rendered as text, notebook output and page."""
 
 from autoshard.report.has_report import HasReport, Report
 from autoshard.report.tree import (

@@ -1,4 +1,4 @@
-"""`Report`, the tree of a result, and `HasReport`, whose text, notebook output and page are those of its report."""
+"""`Report`, the tree of a result, and `HasReport`, which renders it as text, notebook output and page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.report.tree import Part, Section, to_data
 
 
 class HasReport(ABC):
-    """A result that prints, shows in a notebook and is written as a web page by its report."""
+    """A result with a report, which it prints, shows in notebooks and writes as a web page."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class HasReport(ABC):
     @overload
     def to_html(self, path: str | os.PathLike[str]) -> None: ...
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write a web page that loads nothing else, with tables and charts.
+        """Write a self-contained web page with tables and charts.
 
         Args:
             path: the file to write; None to return the text.
@@ -55,7 +55,7 @@ class Report(HasReport):
     """A tree of facts, tables, notes and charts in sections.
 
     Attributes:
-        title: of all.
+        title: the title of the report.
         parts: in order.
     """
 
@@ -64,14 +64,14 @@ class Report(HasReport):
 
     @staticmethod
     def of(title: str, parts: Iterable[Part]) -> Report:
-        """Return a report of some parts; sections without content are left out."""
+        """Return a report with these parts; sections without content are dropped."""
         return Report(title, tuple(part for part in parts if not isinstance(part, Section) or part.parts))
 
     def report(self) -> Report:
         return self
 
     def write_page(self, path: str | os.PathLike[str] | None) -> str | None:
-        """Write the web page to a file, or return its text where there is no path."""
+        """Write the web page to a file, or return its text if there is no path."""
         content = html.page(self.title or "autoshard", self.to_json())
         if path is None:
             return content
@@ -79,11 +79,11 @@ class Report(HasReport):
         return None
 
     def to_json(self) -> str:
-        """Return the tree as a JSON text: parts are objects with their `type`, and fields of a default left out."""
+        """Return the tree as a JSON text: parts are objects with their `type`, without default fields."""
         return json.dumps(to_data(self), allow_nan=False, separators=(",", ":"))
 
     def details(self, summary: str = "Summary") -> tuple[Section, ...]:
-        """Return the parts as sections that the page of another report shows; those outside of sections are one."""
+        """Return the parts as sections for the page of another report; parts outside sections become one section."""
         outside = [part for part in self.parts if not isinstance(part, Section)]
         sections = [part for part in self.parts if isinstance(part, Section)]
         shown = (Section.detail(part.title, part.parts, is_folded=part.is_folded) for part in sections)

@@ -1,8 +1,8 @@
-"""Reports as HTML: a piece for notebooks, which show it by the method `_repr_html_`, and web pages.
+"""Reports as HTML: a fragment for notebooks, through the method `_repr_html_`, and web pages.
 
-All text is escaped, and nothing is loaded. In notebooks, text has the colour of the page that it is put in, the few
-other colours can be read on light and on dark pages, and styles are those of each element, so that the page keeps its
-own. A web page is one static viewer.
+All text is escaped, and nothing is loaded. In notebooks, text has the colour of the surrounding page, the few other
+colours are readable on light and dark pages, and styles are inline, so that the page's own do not change. A web page is
+one static viewer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from importlib import resources
 
 from autoshard.report.tree import Column, Facts, Kind, Note, Part, Table, brief_parts
 
-# Pages of notebooks are light or dark and do not say which: these have a contrast above 4 on white and on #111.
+# Notebook pages are light or dark without telling which: these have a contrast above 4 on white and on #111.
 _COLOURS = {"S": "color: #0b8294", "P": "color: #b14fc4"}
 _BOLD = "font-weight: 600"
 _STYLES = {"plain": "", "bold": _BOLD, "dim": "opacity: .7", "code": "font-family: monospace"}
 
 
 def notebook(title: str, parts: Iterable[Part]) -> str:
-    """Return a report as a piece of HTML."""
+    """Return a report as an HTML fragment."""
     heading = [Note(title, "bold")] if title else []
     return f'<div style="overflow-x: auto">{"".join(map(_part, (*heading, *brief_parts(parts))))}</div>'
 
@@ -50,7 +50,7 @@ def _content(cell: str, column: Column) -> str:
 
 
 def _cell(text: str, kind: Kind, style: str = "", tag: str = "td") -> str:
-    # Notebooks align cells to the right, and shorten long ones, unless told otherwise.
+    # By default, notebooks align cells to the right and shorten long ones.
     styles = (
         "padding: .2em .8em .2em 0",
         f"text-align: {'right' if kind == 'number' else 'left'}",
@@ -62,18 +62,18 @@ def _cell(text: str, kind: Kind, style: str = "", tag: str = "td") -> str:
     return f'<{tag} style="{"; ".join(styles)}">{escape(text)}</{tag}>'
 
 
-# Nothing is loaded from anywhere.
+# Nothing is loaded from elsewhere.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
 def page(title: str, tree: str) -> str:
-    """Return the web page of a report: one static viewer, which draws the tree that is embedded in it as JSON.
+    """Return the web page of a report: one static viewer, which draws the embedded JSON tree.
 
     Args:
-        title: of the page, plain text.
+        title: the title of the page, as plain text.
         tree: the report as JSON.
     """
-    # Inside a script, text may hold all but the end of the script.
+    # In a script element, only the end tag is special.
     data = tree.replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

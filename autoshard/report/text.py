@@ -1,4 +1,4 @@
-"""Reports as text: plain for `str`, with colours for a terminal."""
+"""Reports as text: plain for `str`, coloured for a terminal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STYLES = {"plain": "", "bold": "bold", "dim": "dim", "code": ""}
 
 
 class NameText(Text):
-    """A dotted name, which breaks behind dots where it is too long for its column, and not inside of a word."""
+    """A dotted name that is wrapped after dots, not inside words, if it is too long for its column."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        # A dot stands at the end of its line.
+        # A dot is at the end of its line.
         longest = max(len(part) for part in re.split(r"(?<=\.)", self.plain))
         return Measurement(longest, len(self.plain))
 
     def wrap(self, console: Console, width: int, **how: Any) -> Lines:
-        """Return the lines; of a word that is longer than a line, as of any text."""
+        """Return the lines; a word longer than a line is wrapped as in any text."""
         if len(self.plain) <= width or "." not in self.plain:
             return super().wrap(console, width, **how)
         breaks: list[int] = []
@@ -45,23 +45,23 @@ class NameText(Text):
 
 def plain(title: str, parts: Iterable[Part], width: int = WIDTH) -> str:
     """Return a report as text of limited width, without colours or trailing blanks."""
-    # Widths and colours of the caller's terminal or notebook must not change the text.
+    # Independent of the widths and colours of the caller's terminal or notebook.
     console = Console(
         file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False, emoji=False
     )
     with console.capture() as captured:
         console.print(renderable(title, parts))
     lines = "\n".join(line.rstrip() for line in captured.get().splitlines())
-    # rich pads tables with blank lines of its own.
+    # rich adds blank lines around tables.
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
 def renderable(title: str, parts: Iterable[Part]) -> Group:
-    """Return a report for a console of rich."""
+    """Return a report for a rich console."""
     drawn: list[RenderableType] = [Text(title, style="bold")] if title else []
     above: Facts | Table | Note | None = None
     for part in brief_parts(parts):
-        # A table ends with a blank line of its own.
+        # A table already ends with a blank line.
         if isinstance(part, Note) and part.style == "bold" and drawn and not isinstance(above, Table):
             drawn.append(Text(""))
         drawn.append(_renderable(part))
@@ -83,7 +83,7 @@ def _facts(facts: Facts) -> rich_table.Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for fact in facts.rows:
-        # As Text, for brackets in a string are markup to rich.
+        # As Text, because rich interprets brackets in strings as markup.
         table.add_row(Text(fact.label), Text(fact.text))
     return table
 
@@ -92,7 +92,7 @@ def _table(part: Table) -> rich_table.Table:
     table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(part.columns):
         is_number = column.kind == "number"
-        # Words such as "all_reduce" stay whole, and names and sentences take the room that is left.
+        # Words such as "all_reduce" are not wrapped; names and sentences share the remaining width.
         is_word = not any(sign in row[number] for row in part.rows for sign in " .")
         whole = is_number or column.kind == "placement" or (column.kind == "text" and is_word)
         table.add_column(Text(column.label), justify="right" if is_number else "left", no_wrap=whole, overflow="fold")
@@ -102,10 +102,10 @@ def _table(part: Table) -> rich_table.Table:
 
 
 def _cell(cell: str, column: Column) -> Text:
-    # As texts here too: names of strategies have brackets.
+    # As Text here, too: names of strategies contain brackets.
     text = NameText(cell) if column.kind == "name" else Text(cell)
     if column.kind == "placement":
-        # Sharded and partial placements stand out of replicated ones.
+        # Highlight sharded and partial placements among replicated ones.
         text.highlight_regex(r"^S\(.*", "cyan")
         text.highlight_regex(r"^P\(.*", "magenta")
     return text

@@ -1,7 +1,7 @@
-"""The parts of a report: facts, tables, notes, bars and charts, in sections. They are data, and know no renderer.
+"""The parts of a report: facts, tables, notes, bars and charts, in sections; plain data, independent of renderers.
 
-Cells are texts, and numbers of charts are in seconds and bytes: the page chooses the unit of an axis. Colours are names
-of the page's style, such as `"forward"`.
+Cells are texts. Numbers of charts are in seconds and bytes: the page chooses an axis's unit. Colours are names of the
+page's style, such as `"forward"`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Fact:
     """A labelled value.
 
     Attributes:
-        label: of the value.
-        value: as text.
-        note: more about it, which text has in parentheses.
-        is_key: True for a key figure, which the page shows at its head.
-        is_alarm: True if the page shows it in red.
+        label: the label of the value.
+        value: the value as text.
+        note: a remark, in parentheses in text.
+        is_key: True for a key figure, shown at the top of the page.
+        is_alarm: True if the page shows the fact in red.
     """
 
     label: str
@@ -40,20 +40,20 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labelled values; those without a value are left out."""
+    """Labelled values; those without a value are dropped."""
 
     rows: tuple[Fact, ...]
 
     @staticmethod
     def of(rows: Iterable[Fact | tuple[str, str]]) -> Facts:
-        """Return facts, or pairs of label and value, as facts."""
+        """Return facts, made from facts or pairs of label and value."""
         facts = (row if isinstance(row, Fact) else Fact(*row) for row in rows)
         return Facts(tuple(fact for fact in facts if fact.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: of sentences and words, of dotted names, of numbers, or of placements."""
+    """A column of a table: of sentences and words, dotted names, numbers, or placements."""
 
     label: str
     kind: Kind = "text"
@@ -65,7 +65,7 @@ def texts(*labels: str) -> tuple[Column, ...]:
 
 
 def names(*labels: str) -> tuple[Column, ...]:
-    """Return columns of names, which break behind dots."""
+    """Return columns of names, which are wrapped after dots."""
     return tuple(Column(label, "name") for label in labels)
 
 
@@ -82,10 +82,10 @@ class Table:
     """Rows of cells.
 
     Attributes:
-        columns: of every row.
-        rows: a cell for every column.
-        rest: the row that stands for the rows behind the first `most`, where a renderer leaves them out.
-        most: rows that text shows; the page folds up longer tables.
+        columns: the columns of every row.
+        rows: one cell per column.
+        rest: the row that summarises the rows after the first `most`, if a renderer omits them.
+        most: rows shown in text; the page folds longer tables.
     """
 
     columns: tuple[Column, ...]
@@ -100,13 +100,13 @@ class Table:
 
     @property
     def first_rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows that text shows: all, or the first and the one that stands for the rest."""
+        """The rows shown in text: all, or the first ones and the one that summarises the rest."""
         return (*self.rows[: self.most], self.rest) if self.rest else self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A paragraph, plain, bold, dim or code; `link` is an address that the page has behind it."""
+    """A paragraph: plain, bold, dim or code; `link` is its link address on the page."""
 
     text: str
     style: Literal["plain", "bold", "dim", "code"] = "plain"
@@ -125,20 +125,20 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Amounts that add up to a whole, drawn as one bar by the page."""
+    """Amounts that add up to a whole; the page draws them as one bar."""
 
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a plot: of amounts in a unit, or of categories.
+    """An axis of a plot: numeric with a unit, or of categories.
 
     Attributes:
-        title: of the axis, without its unit.
-        unit: of the amounts.
-        categories: their names in order; empty for an axis of amounts.
-        ends: the part that is shown at first; None for all.
+        title: the title of the axis, without its unit.
+        unit: the unit of the amounts.
+        categories: the category names in order; empty for a numeric axis.
+        ends: the range shown at first; None for all.
         is_log: True for a logarithmic axis.
     """
 
@@ -154,18 +154,18 @@ Place = str | float
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points, lines or bars of one name and colour.
+    """Points, lines or bars with one name and colour.
 
     Attributes:
-        name: in the legend; empty for none.
-        colour: of all.
-        kind: `"line"`, `"steps"` (a line that stays until the next point), `"area"` (steps, stacked on the areas before
-            it), `"points"`, or `"bars"` along the axis of amounts.
-        x, y: a place on each axis for every point; of bars, the amount is their length.
-        starts: of bars, where they begin; empty for 0, or for the end of the bars before in a stacked plot.
-        notes: shown of each point when it is pointed at; may have several lines, of which the first is a title.
-        labels: written at each point, or inside each bar where there is room.
-        links: anchors of the sections that points stand for.
+        name: the name in the legend; empty for none.
+        colour: the colour of all its items.
+        kind: `"line"`, `"steps"` (constant until the next point), `"area"` (steps, stacked on previous areas),
+            `"points"`, or `"bars"` along the numeric axis.
+        x, y: the position of every point on each axis; for bars, the amount is their length.
+        starts: for bars, where they begin; empty for 0, or for the end of the previous bars in a stacked plot.
+        notes: shown when pointing at a point; several lines are allowed, with the first as title.
+        labels: text at each point, or inside each bar if there is room.
+        links: anchors of the sections that the points link to.
         pattern: 0 for plain bars, else the number of a hatching.
         is_dashed: True for a dashed line.
     """
@@ -185,7 +185,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line across a plot at a place on one axis, with a text."""
+    """A line across a plot at a position on one axis, with a text."""
 
     axis: Literal["x", "y"]
     place: float
@@ -195,7 +195,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawing of series over two axes; `label` is that of the button that shows it."""
+    """A drawing of series over two axes; `label` is the text of the button that shows it."""
 
     label: str
     x: Axis
@@ -207,14 +207,14 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tree.
+    """A box of a treemap.
 
     Attributes:
-        parent: the number of its parent among the boxes; -1 for the root.
-        label, text: written in it.
-        amount: of the box itself, without those below it.
-        colour: a name, or a share between 0 and 1.
-        note: shown when it is pointed at.
+        parent: the index of its parent among the boxes; -1 for the root.
+        label, text: the text in the box.
+        amount: the amount of the box itself, without its children.
+        colour: a name, or a fraction between 0 and 1.
+        note: shown when pointing at the box.
     """
 
     parent: int
@@ -227,7 +227,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Boxes within boxes, sized by amounts; `legend` has names and colours, or one name and no colour for shares."""
+    """Nested boxes, sized by amounts; `legend` has names and colours, or one name without a colour for fractions."""
 
     label: str
     boxes: tuple[Box, ...]
@@ -236,16 +236,16 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing of the page, with buttons where it has several views or ranges.
+    """A drawing on the page, with buttons if it has several views or ranges.
 
     Attributes:
-        name: unique in its report.
-        label: its content in words, for readers who do not see it.
+        name: unique in the report.
+        label: a description of its content, for readers who cannot see it.
         views: at least one.
-        height: in pixels.
-        caption: a sentence below it.
-        ranges: label of a button, and the ends of the x axis that it shows; the first one is the whole.
-        group: charts of one group show the same part of the x axis.
+        height: the height in pixels.
+        caption: a sentence below the chart.
+        ranges: label of a button -> the range of the x axis that it shows; the first one is the whole.
+        group: charts of one group show the same range of the x axis.
     """
 
     name: str
@@ -259,14 +259,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts below a title.
+    """Parts under a title.
 
     Attributes:
         title: plain text.
         parts: in order.
-        is_detail: True if the page alone shows it; text and notebooks leave it out.
-        is_folded: True if the page shows its title alone until it is selected.
-        anchor: where links to it lead.
+        is_detail: True if only the page shows it; text and notebooks omit it.
+        is_folded: True if the page shows only its title until it is selected.
+        anchor: the target of links to it.
     """
 
     title: str
@@ -277,7 +277,7 @@ class Section:
 
     @staticmethod
     def detail(title: str, parts: Iterable[Part], *, is_folded: bool = False, anchor: str = "") -> Section:
-        """Return a section that the page alone shows."""
+        """Return a section that only the page shows."""
         return Section(title, tuple(parts), is_detail=True, is_folded=is_folded, anchor=anchor)
 
 
@@ -285,7 +285,7 @@ Part = Facts | Table | Note | Bar | Chart | Section
 
 
 def brief_parts(parts: Iterable[Part]) -> Iterator[Facts | Table | Note]:
-    """Yield what text and notebooks show of some parts: titles of sections are bold notes."""
+    """Yield the parts shown in text and notebooks: titles of sections become bold notes."""
     for part in parts:
         if isinstance(part, Section):
             if not part.is_detail and part.parts:
@@ -296,7 +296,7 @@ def brief_parts(parts: Iterable[Part]) -> Iterator[Facts | Table | Note]:
 
 
 def to_data(value: Any) -> Any:
-    """Return a tree as data for JSON: parts as objects with their `type`, without fields that have their default."""
+    """Return a tree as JSON data: parts as objects with their `type`, without fields that have their default."""
     if is_dataclass(value):
         kept = {item.name: getattr(value, item.name) for item in fields(value)}
         data = {item.name: to_data(kept[item.name]) for item in fields(value) if kept[item.name] != item.default}

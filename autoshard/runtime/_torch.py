@@ -11,18 +11,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-# Runs a function once per rank where one process holds all ranks, and once elsewhere.
+# Runs a function once per rank if this process simulates all ranks, and once otherwise.
 from torch.distributed._local_tensor import LocalTensor, maybe_run_for_local_tensor
 from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, placement_types
 
-# Mesh, placements, shape and strides of a DTensor: its public constructors compute them anew, in six times the time.
+# Mesh, placements, shape and strides of a DTensor. Public constructors recompute them, which takes six times as long.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef  # the identity of a tensor's memory
 
-# Both have a list of the classes that functions on lists of tensors take, in which torch puts DTensor at its import.
+# Both modules list the classes that functions on lists of tensors accept. Torch adds DTensor to the lists at import.
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees operators while it is active
@@ -32,9 +32,9 @@ Result = TypeVar("Result")
 
 
 def per_rank(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap a function of a rank's tensors and coordinates so that it runs for every rank that this process holds.
+    """Wrap a function of a rank's tensors and coordinates to run once for every rank that this process holds.
 
-    The function has no side effects and returns new tensors.
+    The function must have no side effects and return new tensors.
     """
     wrapped: Callable[Arguments, Result] = maybe_run_for_local_tensor(function)
     return wrapped
@@ -46,12 +46,12 @@ def replicates_implicitly() -> bool:
 
 
 def is_mixed_tensors_error(error: Exception) -> bool:
-    """Return True for an error about an operator that takes plain tensors beside DTensors, torch's or ours."""
+    """Return True for torch's or our error about an operator that mixes plain tensors with DTensors."""
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def lacks_rule(error: Exception) -> bool:
-    """Return True for torch's errors about an operator that it can't run on DTensors."""
+    """Return True for torch's errors about an operator that cannot run on DTensors."""
     return isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
 
 
@@ -75,13 +75,13 @@ def shows_operators_to_subclasses() -> bool:
     try:
         torch.neg(probe)
     except Exception as error:
-        # In a mode such as torch's `LocalTensorMode`, an operator that the class does not see may fail.
+        # In modes such as torch's `LocalTensorMode`, an operator that the class does not see may fail.
         return isinstance(error, OperatorShownError)
     return False
 
 
 def computes_with_strided_pieces(tensors: Sequence[DTensor]) -> bool:
-    """Return True if torch knows that the dims of strided pieces are split: 2.11 takes some of them for whole dims."""
+    """Return True if torch knows that strided pieces split their dims: 2.11 treats some of these dims as whole."""
     strided = placement_types._StridedShard  # no public name yet
     return hasattr(placement_types, "_is_shard_like") or not any(
         isinstance(placement, strided) for tensor in tensors for placement in tensor.placements
@@ -89,21 +89,21 @@ def computes_with_strided_pieces(tensors: Sequence[DTensor]) -> bool:
 
 
 def is_getter(function: Any) -> bool:
-    """Return True for what `__torch_function__` is told where an attribute of a tensor is read that is no tensor."""
+    """Return True if `__torch_function__` was called for reading an attribute that is not a tensor."""
     attribute = getattr(getattr(function, "__self__", None), "__name__", "data")
     return getattr(function, "__name__", "") == "__get__" and attribute not in ("data", "T", "mT", "H", "mH", "real")
 
 
 def without_torch_functions() -> Any:
-    """Context in which no `__torch_function__` of a class of tensors is called."""
-    # What torch's own `__torch_function__` is run in.
+    """Return a context that disables `__torch_function__` of tensor subclasses."""
+    # Torch runs its own `__torch_function__` in this context.
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_strided_refusal(error: Exception) -> bool:
-    """Return True for the error of torch 2.11 about strided pieces that no order of mesh axes makes.
+    """Return True for the error of torch 2.11 about strided pieces that do not correspond to an order of mesh axes.
 
-    Its `DTensor`s hold such pieces, and it has no way from or to them; later releases have.
+    `DTensor`s of torch 2.11 can hold such pieces, but cannot be redistributed from or to them; later releases can.
     """
     return isinstance(error, ValueError) and "unable to be interpreted into a corresponding shard_order" in str(error)
 
@@ -136,51 +136,51 @@ def dtensor_spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the local tensor of a DTensor itself, outside autograd (`to_local` records it and makes a view)."""
+    """Return the local tensor object of a DTensor, outside autograd (`to_local` records the call and makes a view)."""
     return tensor._local_tensor
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
-    """Give a DTensor other contents, of the same global shape, dtype and device; hooks and identity stay."""
+    """Replace the contents of a DTensor by those of equal global shape, dtype and device; keep hooks and identity."""
     tensor._local_tensor = local
     tensor._spec = spec
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """Return the `.data` of a tensor whose class has a `data` of its own."""
+    """Return `.data` of a tensor whose class overrides `data`."""
     return Tensor.data.__get__(tensor)  # type: ignore[attr-defined,no-any-return]
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """Return the `.grad` of a tensor whose class has a `grad` of its own."""
+    """Return `.grad` of a tensor whose class overrides `grad`."""
     return Tensor.grad.__get__(tensor)  # type: ignore[union-attr,no-any-return]
 
 
 def set_gradient(tensor: Tensor, value: Tensor | None) -> None:
-    """Set the `.grad` of a tensor whose class has a `grad` of its own."""
+    """Set `.grad` of a tensor whose class overrides `grad`."""
     Tensor.grad.__set__(tensor, value)  # type: ignore[union-attr]
 
 
 def is_pointer(value: object) -> bool:
-    """Return True for a pointer of C++ that an attribute holds; DTensors may have `_sym_sizes_capsule`."""
+    """Return True for a C++ pointer held as an attribute, such as `_sym_sizes_capsule` of DTensors."""
     return type(value).__name__ == "PyCapsule"
 
 
 def shares_memory(one: DTensor, other: DTensor) -> bool:
-    """Return True if the shards of two DTensors lie in the same memory."""
+    """Return True if the shards of two DTensors share memory."""
     pairs = zip(local_tensors(one._local_tensor), local_tensors(other._local_tensor), strict=True)
     return all(StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) for a, b in pairs)
 
 
 def allow_foreach(kind: type[DTensor]) -> None:
-    """Let optimizers and the clipping of gradients take lists of a class of DTensors, as they take DTensors."""
+    """Let optimizers and gradient clipping take lists of a subclass of DTensor, as they take lists of DTensors."""
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if kind not in known:
             known.append(kind)
 
 
 def copy_all(targets: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values into tensors, outside autograd, with one call for all: each copy takes a GPU's host 15 µs alone."""
+    """Copy values into tensors, outside autograd, in one call: separate copies take 15 µs each on the host of a GPU."""
     with torch.no_grad():
         torch._foreach_copy_(targets, values)
 
@@ -201,12 +201,12 @@ def allows_mutation() -> bool:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return True if autograd takes a tensor for a view of another one."""
+    """Return True if autograd treats a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True for a tensor of a vectorized backward, which is no transform of `torch.func`."""
+    """Return True for a tensor of a backward with `is_grads_batched`, which is not a `torch.func` transform."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
@@ -216,15 +216,15 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def has_views(tensor: Tensor) -> bool:
-    """Return True if another tensor uses the same memory, for any of the ranks that this process holds."""
-    # Two users are the tensor and the storage object made here. Torch counts tensors in no other way.
+    """Return True if another tensor shares the tensor's memory, on any rank that this process holds."""
+    # Two references are this tensor and the storage object created here. Torch has no other count of tensors.
     shards = local_tensors(tensor)
     return any(torch._C._storage_Use_Count(shard.untyped_storage()._cdata) > 2 for shard in shards)
 
 
 def broadcasts_from_first_rank() -> bool:
     """Return True within a load of `torch.distributed.checkpoint.state_dict` with `broadcast_from_rank0`."""
-    # Torch passes the option to nobody, so it is read on the stack. For releases with other names this is False.
+    # Torch does not pass the option on, so it is read from the stack. In releases with other names the result is False.
     loads = {_code(state_dict, name) for name in ("_load_model_state_dict", "_load_optim_state_dict")}
     infos = (frame.f_locals.get("info") for frame in _stack() if frame.f_code in loads)
     return any(getattr(info, "broadcast_from_rank0", False) for info in infos)
@@ -239,7 +239,7 @@ def saves_in_hugging_face_files() -> bool:
 
 
 def running_safetensors_function() -> str | None:
-    """Return the name of the function of `safetensors.torch` that is being called, by the stack; None if none is."""
+    """Return the name of the function of `safetensors.torch` on the stack, or None."""
     frames = (frame for frame in _stack() if frame.f_globals.get("__name__") == "safetensors.torch")
     frame = next(frames, None)
     return None if frame is None else frame.f_code.co_name
@@ -257,11 +257,11 @@ def _stack() -> Iterator[FrameType]:
 
 
 def support_anomaly_detection() -> None:
-    """Give `DTensor` the rule that `torch.autograd.detect_anomaly` needs, where this release of torch has none."""
-    # Gives DTensor a rule for an operator.
+    """Register the `DTensor` rule that `torch.autograd.detect_anomaly` needs, if this release of torch lacks it."""
+    # Registers a rule of DTensor for an operator.
     from torch.distributed.tensor.experimental import register_sharding
 
-    # Reduces the flags of NaN in a gradient.
+    # Reduces the NaN flags of a gradient.
     operator = torch.ops.aten._is_any_true.default
     if not has_dtensor_rule(operator):
         register_sharding(operator)(lambda flags: [([Replicate()], [Replicate()])])
@@ -275,19 +275,19 @@ def has_dtensor_rule(operator: Any) -> bool:
 
 
 def graph_task() -> int:
-    """Return the number of the run of autograd that calls this code."""
-    # Gradients that links report belong to one run.
+    """Return the id of the current autograd run."""
+    # Gradients that links report are valid for one run.
     return torch._C._current_graph_task_id()
 
 
 def will_execute(node: Any) -> bool:
-    """Return True if the current run of autograd comes to a node, or returns the gradient that arrives there."""
-    # Tells whether somebody asks for the gradient of an output.
+    """Return True if the current autograd run executes a node, or returns the gradient at the node."""
+    # Tells whether the gradient of an output was requested.
     return torch._C._will_engine_execute_node(node)
 
 
 def hooks_of(tensor: Tensor) -> Mapping[Any, Any]:
-    """Return the table of a tensor's hooks, which outlives it; it is registered with autograd now."""
+    """Register the hook table of a tensor with autograd, and return it; the table outlives the tensor."""
     tensor.register_hook(lambda gradient: None).remove()
     hooks = tensor._backward_hooks
     assert hooks is not None

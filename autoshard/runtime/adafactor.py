@@ -1,4 +1,4 @@
-"""Adafactor for parameters in shards, which torch's does not step on."""
+"""Adafactor for sharded parameters, which torch's Adafactor does not support."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autoshard.specs.spec import Spec
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` for parameters of any placements: each rank updates its shards, with its own factors.
 
-    The arguments and the numbers are those of torch's; `foreach` has no effect. All ranks step together: sums over
-    dims that are sharded are reduced, a row, a column and two numbers for every parameter. Factors in the state lie as
-    the dims that they have.
+    The arguments and the numbers are those of torch's; `foreach` has no effect. All ranks step together. Sums over
+    sharded dims are reduced: a row, a column and two numbers per parameter. The factors in the state are placed like
+    the dims that they keep.
     """
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
     if gradient.ndim > 1:
         row, column = local_of(state["row_var"]), local_of(state["col_var"])
         for factor, dim in ((row, -1), (column, -2)):
-            # Norms make no tensor of the gradient's size.
+            # Unlike `square().sum()`, a norm allocates no tensor of the gradient's size.
             squares = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_()
             factor.lerp_(shards.sum(squares, (dim,)) / parameter.size(dim), weight)
         variance = row @ column
@@ -74,7 +74,7 @@ def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
 
 
 class _Shards:
-    """The dims of a parameter that mesh axes split, and sums over them; a plain parameter has none."""
+    """The dims of a parameter that mesh axes shard, and sums over them; a plain parameter has none."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._ndim, self._elements = parameter.ndim, parameter.numel()
@@ -85,7 +85,7 @@ class _Shards:
         return not placement.is_replicate() and placement.dim - self._ndim in dims  # type: ignore[attr-defined]
 
     def sum(self, local: Tensor, dims: Sequence[int]) -> Tensor:
-        """Return a tensor of sums over such dims, counted from the last, in place summed over the ranks that split."""
+        """All-reduce local sums over `dims`, counted from the last, in place, along the axes that shard these dims."""
         for axis, placement in enumerate(self._placements):
             if self._is_over(placement, dims):
                 assert self._mesh is not None
@@ -93,7 +93,7 @@ class _Shards:
         return local
 
     def root_mean_square(self, local: Tensor) -> float:
-        """Return that of a tensor with the shape of the parameter."""
+        """Return the root mean square of a tensor with the parameter's shape, over all shards."""
         squares = torch.linalg.vector_norm(local).square_()
         return (self.sum(squares, range(-self._ndim, 0)).item() / max(1, self._elements)) ** 0.5
 

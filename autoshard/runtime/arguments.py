@@ -1,4 +1,4 @@
-"""Checks of the arguments of `parallelize` and `plan`, made before anything is changed."""
+"""Checks of the arguments of `parallelize` and `plan`, before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_module(module: object) -> None:
-    """Raise an `InputError` unless `module` is a `torch.nn.Module` that nothing else distributes."""
+    """Raise an `InputError` unless `module` is a `torch.nn.Module` that is not yet distributed by another wrapper."""
     if not isinstance(module, nn.Module):
         raise InputError(f"autoshard works on a torch.nn.Module, got {type(module).__name__}.")
-    # Wrappers inside the module, too: each would issue collectives of its own beside the program's.
+    # Submodules, too: a wrapper inside the module would issue its own collectives beside those of the program.
     for name, part in module.named_modules():
         if isinstance(part, _WRAPPERS):
             kind, where = type(part).__name__, name or "the module"
@@ -39,7 +39,7 @@ def check_module(module: object) -> None:
 def check_examples(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an example call; raise an `InputError` unless they are a tuple and a mapping."""
     if not isinstance(args, (tuple, list)):
-        # The most usual mistake: a tensor is a sequence of its rows, and would be taken for that many arguments.
+        # A common mistake: a tensor is a sequence of its rows, each of which would become an argument.
         hint = ": for one argument, write example_args=(x,)" if isinstance(args, Tensor) else ""
         raise InputError(f"example_args is a tuple of positional arguments, got {type(args).__name__}{hint}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -78,13 +78,13 @@ def check_mesh(mesh: object) -> None:
 
 
 def _check_backend(mesh: DeviceMesh, axis: int) -> None:
-    """Raise a `MeshError` unless the process group of an axis sends tensors of the mesh's devices."""
+    """Raise a `MeshError` unless the process group of an axis can send tensors on the mesh's devices."""
     sends = backends(mesh.get_group(axis))
     device = mesh.device_type
-    # Found now, the error names the axis; found by the first collective, it would be one of torch.
+    # Checked now so that the error names the axis: the first collective would raise torch's own error.
     if device not in sends:
         present = ", ".join(f"{backend} for {kind}" for kind, backend in sends.items())
-        # Torch's own choice for the device, added to the backends that the group has.
+        # The backends of the group, with torch's default one for the device.
         wanted = dist.Backend.default_device_backend_map.get(device)
         pairs = ",".join(f"{kind}:{backend}" for kind, backend in {**sends, device: wanted}.items())
         advice = f'call init_process_group("{pairs}")' if wanted else f"register a backend for {device!r}"
@@ -96,7 +96,7 @@ def _check_backend(mesh: DeviceMesh, axis: int) -> None:
 
 
 def check_dtypes(module: nn.Module, device_type: str) -> None:
-    """Raise an `InputError` if a parameter or buffer is float64 or complex128 and the devices lack these numbers."""
+    """Raise an `InputError` if a parameter or buffer is float64 or complex128 and the devices lack this dtype."""
     if has_float64(device_type):
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -108,18 +108,18 @@ def check_dtypes(module: nn.Module, device_type: str) -> None:
 
 
 def has_float64(device_type: str) -> bool:
-    """Return True if this rank's device of a type computes in float64."""
+    """Return True if this rank's device of a type supports float64."""
     if device_type == "mps":
         return False
-    # Intel's client GPUs lack these numbers, those for data centres have them.
+    # Intel's client GPUs do not support float64; those for data centres do.
     if device_type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_capability().get("has_fp64", True))
     return True
 
 
 def check_not_parallelized(module: nn.Module) -> None:
-    """Raise a `PlanError` if the module or a part of it is parallelised, or a parameter is a `DTensor` already."""
-    # Parts, too: the program of the whole module would capture the runtime of a part.
+    """Raise a `PlanError` if the module or a submodule is parallelised, or a parameter is a `DTensor` already."""
+    # Submodules, too: the program of the whole module would capture the runtime of a submodule.
     for name, part in module.named_modules():
         if RUNTIME in part.__dict__:
             raise PlanError(
@@ -135,9 +135,9 @@ def check_not_parallelized(module: nn.Module) -> None:
 
 
 def check_plan(plan: object, module: nn.Module, mesh: MeshShape) -> None:
-    """Raise a `PlanError` unless `plan` is a plan for this mesh and for parameters of these names and shapes.
+    """Raise a `PlanError` unless `plan` fits this mesh and the names and shapes of the parameters.
 
-    The graph is compared later, when it is captured.
+    The graph is compared later, after its capture.
     """
     if not isinstance(plan, ShardingPlan):
         raise PlanError(

@@ -1,9 +1,9 @@
-"""The order of a module's calls: an error, and no hang, where a call is new on some ranks and known on others.
+"""The order of a module's calls: raises an error, instead of a hang, if a call is new only on some ranks.
 
-A new call begins with a comparison over all ranks, a known one with the collectives of its program: ranks in the one
-would wait for ranks in the other. So a rank with a new call first waits, in the store of the process group, until the
-call is new on all ranks. A rank that runs a program instead waits for the others, too, and a thread of it answers them.
-The thread reads the store only while the rank begins no call: calls in steady progress send nothing.
+A new call begins with a comparison over all ranks, a known one with the collectives of its program, so ranks of one
+kind would wait for ranks of the other. A rank with a new call therefore first waits, in the store of the process group,
+until the call is new on all ranks. A rank that runs a known program waits for the others, too; a background thread of
+it answers them. The thread reads the store only while the rank begins no call, so steady progress sends nothing.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from autoshard.runtime.rank_agreement import check_texts_agree, from_first_rank,
 
 _log = logging.getLogger("autoshard")
 
-# Seconds without a call after which a rank reads the store, doubled up to the longest at each further look: one process
-# serves the store to all ranks. Not tuned.
+# Seconds without a call after which a rank reads the store, doubled up to the longest at each further look, because one
+# process serves the store to all ranks. Not tuned.
 _LOOK_SECONDS = 2.0
 _LONGEST_LOOK = 8.0
-# The same of a rank that waits for others.
+# The same interval for a rank that waits for others.
 _POLL_SECONDS = 0.001
 _LONGEST_POLL = 0.5
-# The entry about the end of a new call that all ranks made; else it is the text of an error.
+# The store's entry for a new call that all ranks began; any other entry is the text of an error.
 _BEGUN = "begun"
-# What ranks differ in where all else is equal.
+# The subject of the error if all else is equal.
 _PROGRAM = "the program of the call"
 
 
 class _Position(NamedTuple):
-    """A rank's place in the order of calls.
+    """A rank's position in the order of calls.
 
     Attributes:
-        begun: the number of calls that it has begun.
-        last_new: the index of the last one that was new; -1 if none was.
-        texts: of the last one, as for `CallOrder.begin_known`.
+        begun: the number of calls that the rank has begun.
+        last_new: the index of the last new call; -1 if there was none.
+        texts: the texts of the last call, as for `CallOrder.begin_known`.
     """
 
     begun: int
@@ -56,12 +56,12 @@ class _Position(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """The error of ranks whose call was new where that of this rank was known.
+    """The error of other ranks, whose call was new while this rank's was known.
 
     Attributes:
-        position: of this rank when it answered them.
+        position: the position of this rank when it answered them.
         call: the index of the call.
-        text: of the error.
+        text: the text of the error.
     """
 
     position: _Position
@@ -70,10 +70,10 @@ class _Failure(NamedTuple):
 
 
 class CallOrder:
-    """The order of the calls of a module, its copies and its other methods, which all ranks have in common.
+    """The order of the calls of a module, its copies and its other methods, which must be the same on all ranks.
 
     Args:
-        advice: the end of an error, about what to change.
+        advice: the end of the error text: what to change.
     """
 
     def __init__(self, advice: str) -> None:
@@ -83,23 +83,23 @@ class CallOrder:
         self._failure: _Failure | None = None
 
     def open(self, device_mesh: DeviceMesh) -> None:
-        """Begin to count calls; all ranks of the mesh call this together. New calls do not wait before."""
-        # A process group of MPI has no store.
+        """Begin to count calls, and to let new calls wait; all ranks of the mesh call this together."""
+        # An MPI process group has no store.
         if is_alone(device_mesh) or _store() is None:
             return
         key = from_first_rank(device_mesh, lambda: uuid.uuid4().hex)
         self._entries = _Entries(f"autoshard/{key}", tuple(device_mesh.mesh.flatten().tolist()), self._advice)
         ended = queue.SimpleQueue[None]()
-        # As a daemon it does not keep a process alive.
+        # A daemon thread does not keep the process alive.
         thread = threading.Thread(target=_watch, args=(weakref.ref(self), ended), name="autoshard calls", daemon=True)
         thread.start()
         weakref.finalize(self, _end, thread, ended)
 
     def begin_known(self, texts: Mapping[str, str]) -> None:
-        """Count a call whose program is there.
+        """Count a call whose program exists.
 
         Args:
-            texts: for every subject that ranks have in common in such calls, a text to compare and to show.
+            texts: for every subject in which ranks must agree in such calls, a text to compare and to show.
         """
         begun, last_new, _ = self._position
         self._position = _Position(begun + 1, last_new, texts)
@@ -109,11 +109,11 @@ class CallOrder:
 
         Args:
             texts: as for `begin_known`.
-            changes: why the programs that are there do not serve the call, if its inputs do not tell: texts by subject.
+            changes: texts by subject that say why existing programs do not fit the call, unless its inputs tell.
 
         Raises:
-            InputError: a rank runs a program instead, or does not come within the timeout of the process group. A known
-                call may take the place of this one.
+            InputError: a rank runs an existing program instead, or does not arrive within the timeout of the process
+                group. A known call may follow instead of this one.
         """
         if self._entries is None:
             return
@@ -123,7 +123,7 @@ class CallOrder:
         self._position = _Position(call + 1, call, texts)
 
     def answer(self, before: _Position | None) -> _Position:
-        """Return the position of this rank; answer ranks that wait for it if it has not moved since an earlier look."""
+        """Return this rank's position; if it did not move since an earlier look, answer waiting ranks first."""
         position = self._position
         if position is before and self._entries is not None:
             answered = -1 if self._failure is None else self._failure.call
@@ -134,7 +134,7 @@ class CallOrder:
         return position
 
     def raise_failure(self, error: Exception) -> None:
-        """Raise the error of other ranks if their end is the reason of an error in the program of this rank's call."""
+        """Raise the error of other ranks if that is why the program of this rank's call failed."""
         if self._failure is not None and self._failure.position is self._position:
             raise InputError(self._failure.text) from error
 
@@ -144,8 +144,8 @@ class _Entries:
     """The entries about calls in the store of the process group.
 
     Attributes:
-        prefix: of their keys.
-        ranks: of the mesh.
+        prefix: the prefix of the store's keys.
+        ranks: the ranks of the mesh.
         advice: as for `CallOrder`.
     """
 
@@ -154,23 +154,23 @@ class _Entries:
     advice: str
 
     def await_ranks(self, call: int, texts: Mapping[str, str]) -> None:
-        """Wait until all ranks come to a call that is new here; raise an `InputError` if one does not.
+        """Wait until all ranks reach a call that is new here; raise an `InputError` if one does not.
 
         Args:
-            call: its index.
-            texts: of this rank, to compare and to show.
+            call: the index of the call.
+            texts: this rank's texts, to compare and to show.
         """
         store, end, own = _store(), self._end(call), self._texts(call, dist.get_rank())
-        # It comes again with another call after an error.
+        # After an error, the rank may come again with another call.
         has_come = store.check([own])
         store.set(own, json.dumps(dict(texts)))
         store.set(self._latest, str(call))
         if not has_come and store.add(f"{self.prefix}/{call}/ranks", 1) == len(self.ranks):
             store.compare_set(end, "", _BEGUN)
-        # Zero stands for no limit.
+        # A timeout of zero means no limit.
         limit, seconds = store.timeout.total_seconds() or math.inf, _POLL_SECONDS
         deadline = time.monotonic() + limit
-        # `store.wait` writes warnings on standard error where it ends without the entry.
+        # `store.wait` writes warnings to standard error if it times out.
         while not store.check([end]):
             if time.monotonic() > deadline:
                 store.compare_set(end, "", self._late_text(call, limit))
@@ -181,11 +181,11 @@ class _Entries:
             raise InputError(text)
 
     def refuse(self, position: _Position, answered: int) -> _Failure | None:
-        """Give ranks their error that wait for a call instead of which this rank began another; return it.
+        """Set the error of ranks that wait for a call if this rank began another call instead, and return the error.
 
         Args:
-            position: of this rank.
-            answered: the index of the last call for which it did that; -1 if there is none.
+            position: the position of this rank.
+            answered: the index of the last call that was refused; -1 if there is none.
         """
         store = _store()
         if not store.check([self._latest]):
@@ -194,7 +194,7 @@ class _Entries:
         if not max(position.last_new, answered) < call < position.begun:
             return None
         texts_by_rank = {**self._read(call), dist.get_rank(): {**position.texts, _PROGRAM: "one that is there"}}
-        # Ranks show no sizes where a program serves several.
+        # A rank shows no sizes if one program serves several.
         common = set.intersection(*map(set, texts_by_rank.values()))
         compared = {
             rank: {subject: text for subject, text in texts.items() if subject in common}
@@ -217,7 +217,7 @@ class _Entries:
         )
 
     def _read(self, call: int) -> dict[int, dict[str, str]]:
-        """Return the texts of the ranks that have come to a call."""
+        """Return the texts of the ranks that have reached a call."""
         store, keys = _store(), {rank: self._texts(call, rank) for rank in self.ranks}
         return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
@@ -233,7 +233,7 @@ class _Entries:
 
 
 def _store() -> Any:
-    """Return the store of the default process group; nothing holds it longer, as its process would go on serving it."""
+    """Return the store of the default process group; do not keep it, or its process goes on serving it."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("the process group was destroyed")
@@ -257,7 +257,7 @@ def _watch(reference: weakref.ref[CallOrder], ended: queue.SimpleQueue[None]) ->
 
 
 def _is_empty(ended: queue.SimpleQueue[None], seconds: float) -> bool:
-    """Return True if nothing is put into a queue for some seconds."""
+    """Return True if nothing is put into a queue within some seconds."""
     try:
         ended.get(timeout=seconds)
     except queue.Empty:
@@ -266,8 +266,8 @@ def _is_empty(ended: queue.SimpleQueue[None], seconds: float) -> bool:
 
 
 def _end(thread: threading.Thread, ended: queue.SimpleQueue[None]) -> None:
-    """End a thread: torch may crash where the interpreter ends beside a thread that is in the store."""
-    # No process that was forked from this one has the thread.
+    """End a thread: torch may crash if the interpreter exits while a thread uses the store."""
+    # A forked child process does not have the thread.
     if thread.is_alive() and thread is not threading.current_thread():
         ended.put(None)
         thread.join(timeout=1.0)

@@ -1,4 +1,4 @@
-"""What a call of a parallelised module returns, made of the local outputs of its program."""
+"""Outputs of a parallelised module's call, made from the local outputs of its program."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CallOutputs:
     """The form of a module's outputs.
 
     Attributes:
-        device_mesh: of the module.
-        data_axes: the mesh axes along which ranks have rows of their own.
+        device_mesh: the mesh of the module.
+        data_axes: the mesh axes along which ranks have different rows.
         form: "whole": plain tensors where outputs are replicated, else `DTensor`s; "planned": `DTensor`s; "local": each
             rank's rows as plain tensors.
     """
@@ -41,7 +41,7 @@ class CallOutputs:
 
     @staticmethod
     def of(maker: ProgramMaker) -> CallOutputs:
-        """Return the form that the options of a module ask for."""
+        """Return the form that the options of a module request."""
         target = maker.target
         form: Literal["whole", "planned", "local"] = (
             "whole" if target.output_placements in (None, "auto") else "planned"
@@ -49,16 +49,16 @@ class CallOutputs:
         return CallOutputs(maker.device_mesh, target.data_axes, "local" if target.outputs == "local" else form)
 
     def wrap(self, local: torch.Tensor, border: ProgramTensor) -> torch.Tensor:
-        """Return an output for the user."""
+        """Return an output in the form for the user."""
         if border.spec.is_replicated and self.form != "planned":
             return local
         if self.form == "local":
             axes = MeshShape.of(self.device_mesh).axes
             rows = zip(border.spec.placements, axes, strict=True)
             parts = math.prod(axis.size for row, axis in rows if not row.is_replicate() and axis.name in self.data_axes)
-            # The mean of the ranks' losses is differentiated, as in `DistributedDataParallel`.
+            # The loss is the mean of the ranks' losses, as in `DistributedDataParallel`.
             if parts > 1 and local.requires_grad:
-                # No gradient arrives where the output is not used.
+                # The gradient is None if the output is not used.
                 local.register_hook(lambda gradient: None if gradient is None else gradient / parts)
             return local
         placed: torch.Tensor = OutputOnMesh.apply(local, self.device_mesh, border)
@@ -67,13 +67,12 @@ class CallOutputs:
     def restore_views(
         self, step: LocalStep, result: ResultLayout, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Replace outputs by views of the input or buffer whose memory they share, so that each sees changes of both.
-
+        """Replace outputs by views of the input or buffer whose memory they share, so that both see changes.
         Args:
-            step: of the program.
-            result: of the call.
-            outputs: in the order of the result; changed.
-            sources: the tensors of the caller and of the module, in the order of the program's inputs.
+            step: the step of the program.
+            result: the result of the call.
+            outputs: in the order of the result; replaced in place.
+            sources: the caller's and the module's tensors, in the order of the program's inputs.
         """
         if not result.views or self.form != "whole":
             return
@@ -83,7 +82,7 @@ class CallOutputs:
         }
         for place, name in enumerate(result.names):
             view = result.views.get(name)
-            # Autograd's part in a view of an input is the program's.
+            # The program computes the gradient through a view of an input.
             if view is None or (view.name not in changed and outputs[place].requires_grad):
                 continue
             source = inputs_by_name[view.kind, view.name]
@@ -92,7 +91,7 @@ class CallOutputs:
                 outputs[place] = restored if view.is_itself or view.name in changed else restored.detach()
 
     def forbid_changes(self, graph: JointGraph, outputs: list[torch.Tensor]) -> None:
-        """Have autograd refuse in-place changes of outputs that would be in the histories of others on one device."""
+        """Let autograd refuse in-place changes of outputs that are in the histories of others on one device."""
         if not graph.histories.entangled:
             return
         for place, name in enumerate(graph.result.names):
@@ -102,7 +101,7 @@ class CallOutputs:
     def restore_same(
         self, step: LocalStep, graph: JointGraph, outputs: list[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Replace outputs that are an input or another output itself by that; as for `restore_views`."""
+        """Replace outputs that are an input or another output by that object. Arguments as for `restore_views`."""
         if not graph.histories.same:
             return
         names = graph.result.names
@@ -117,15 +116,15 @@ class CallOutputs:
 
 
 class OutputOnMesh(torch.autograd.Function):
-    """An output as a placed tensor, in the memory of the local one.
+    """An output as a placed tensor that shares the memory of the local tensor.
 
-    Torch's own function (`DTensor.from_local`) fails in torch 2.11 for an output that no gradient reaches.
+    Torch's `DTensor.from_local` fails in torch 2.11 for an output that receives no gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, device_mesh: DeviceMesh, border: ProgramTensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        # A sum over ranks has the gradient of each of its parts.
+        # Each term of a sum over ranks has the gradient of the sum.
         ctx.placements = tuple(Replicate() if each.is_partial() else each for each in border.spec.placements)
         return make_placed(wrap(local.detach(), device_mesh, border.spec, border.shape, local.dtype))
 
@@ -135,7 +134,7 @@ class OutputOnMesh(torch.autograd.Function):
 
 
 class OutputInSharedMemory(torch.autograd.Function):
-    """The identity, as a view; torch's error of a change in place has the name of this class."""
+    """The identity as a view; torch's error about an in-place change contains the name of this class."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -147,9 +146,9 @@ class OutputInSharedMemory(torch.autograd.Function):
 
 
 class ReturnedParameters:
-    """Outputs that are whole copies of parameters in shards, and on one device these parameters or views of them.
+    """Outputs that are whole copies of sharded parameters, where one device returns the parameters or views of them.
 
-    A change of one would be lost: the call behind it says so.
+    An in-place change of such a copy would be lost. The next call raises an error about it.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class ReturnedParameters:
     def watch(
         self, step: LocalStep, graph: JointGraph, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Take those of a call in the place of those of earlier ones; as for `CallOutputs.restore_views`."""
+        """Watch a call's outputs instead of earlier ones. Arguments as for `CallOutputs.restore_views`."""
         parameters = graph.histories.of_parameters
         if not parameters and not self._held:
             return
@@ -170,7 +169,7 @@ class ReturnedParameters:
         ]
 
     def check(self) -> None:
-        """Raise an `InputError` if one was changed since the call."""
+        """Raise an `InputError` if a watched output was changed since the call."""
         for name, parameter, reference, version in self._held:
             output = reference()
             if output is not None and version_of(output) != version:

@@ -1,4 +1,4 @@
-"""The programs of a parallelised module's calls: one for every signature, and for what else a call depends on."""
+"""The programs of a parallelised module's calls, by signature and by the module's state that a program depends on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autoshard.runtime.rank_agreement import check_ranks_agree, is_first_rank
 from autoshard.runtime.step import RunnableStep
 from autoshard.size import Sizes
 
-# The end of an error about ranks whose calls differ.
+# The end of an error about calls that differ between ranks.
 ADVICE = (
     'All ranks call the module alike: with inputs="global" each passes the whole batch, with inputs="local" its own '
     "rows of it, as many as the others, or, at the end of an epoch, the parts that Shard makes of fewer, the last ones "
@@ -49,13 +49,13 @@ class CallProgram:
     """The graph and program of a call signature.
 
     Attributes:
-        graph: of the call.
-        program: of the graph.
+        graph: the graph of the call.
+        program: the program of the graph.
         locations: for every input of the program, a place in the module, a tensor, or None for arguments.
-        texts: what all ranks have in common in calls of the signature, as for `CallOrder.begin_known`.
+        texts: what must be the same on all ranks in calls of the signature, as for `CallOrder.begin_known`.
         compared: True if the ranks have compared the inputs of the first call.
         others: programs of the signature for other flags, numbers, submodules or hooks of the module.
-        with_sums: the program whose backwards add up gradients; None before the first call in `autoshard.no_sync`.
+        with_sums: the program whose backwards accumulate gradients; None before the first call in `autoshard.no_sync`.
     """
 
     graph: JointGraph
@@ -67,7 +67,7 @@ class CallProgram:
     with_sums: RunnableStep | None = None
 
     def accumulating_program(self, active: bool) -> RunnableStep:
-        """Return the program to run: in `autoshard.no_sync`, or with sums, the one whose backwards add up gradients."""
+        """Return the program to run: in `autoshard.no_sync`, or while sums exist, the accumulating one."""
         if self.with_sums is None:
             if not active:
                 return self.program
@@ -80,7 +80,7 @@ class CallProgram:
         return (self, *self.others)
 
     def put_before(self, programs: Iterable[CallProgram]) -> CallProgram:
-        """Put this program before others of the signature, and return it."""
+        """Put this program in front of others of the signature, and return it."""
         self.others = tuple(served for served in programs if served is not self)
         for served in self.others:
             served.others = ()
@@ -91,17 +91,17 @@ class CallPrograms:
     """The programs of the calls of a module.
 
     Args:
-        maker: makes the program of a new call, and has the module and its mesh.
+        maker: makes programs of new calls, and has the module and its mesh.
 
     Attributes:
         maker: as given.
-        table: signature of a call -> its program, the one that was not used for longest first.
-        input_placements: the placements of inputs in programs, which local inputs have in other calls, too.
-        only_call: for a part of another module, which calls it in one way only, that call with tensors of global
-            shapes. Shapes are not exchanged then, and outputs are local tensors.
-        owners: the modules that hold the parameters that were placed, by the parameters' names.
-        accumulation: the gradients that were added up in `autoshard.no_sync`.
-        order: of the calls of the module, its copies and its other methods.
+        table: signature of a call -> its program, the least recently used first.
+        input_placements: the placements of inputs in programs, which local inputs also have in other calls.
+        only_call: for a part of another module that calls it in only one way: this call, with tensors of global shapes.
+            Shapes are not exchanged then, and outputs are local tensors.
+        owners: the modules that hold the placed parameters, by the parameters' names.
+        accumulation: the gradients that were accumulated in `autoshard.no_sync`.
+        order: the order of the calls of the module, its copies and its other methods.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
@@ -114,13 +114,13 @@ class CallPrograms:
         self.order = CallOrder(ADVICE)
         self._module, self._device_mesh = maker.module, maker.device_mesh
         self._dynamic, self._inputs = maker.target.dynamic or {}, maker.target.inputs
-        # Of the module that this one is a copy of: the programs of its calls, by the fingerprints of their graphs.
+        # If this module is a copy: the programs of the original's calls, by the fingerprints of their graphs.
         self._original_programs: dict[Hashable, dict[str, RunnableStep]] = {}
         quiet = not is_first_rank(self._device_mesh)
         self._sizes = CallSizes(type(self._module).__name__, self._dynamic, quiet=quiet)
 
     def for_copy(self, maker: ProgramMaker, owners: dict[str, nn.Module]) -> CallPrograms:
-        """Return an empty table for a copy of the module, which has programs of this one for calls of equal graphs.
+        """Return an empty table for a copy of the module, which shares the programs of calls with equal graphs.
 
         Args:
             maker: makes the programs of the copy.
@@ -133,9 +133,9 @@ class CallPrograms:
         return copied
 
     def for_call(self, call: BoundCall, input_pins: PinsByName | None = None) -> tuple[CallProgram, Sizes]:
-        """Return the program of a call whose tensors have global shapes, new or known, and the call's dynamic sizes.
+        """Return the program, new or known, of a call whose tensors have global shapes, and the call's dynamic sizes.
 
-        The pins are for a new program, as in `NewCall`.
+        The pins apply to a new program, as in `NewCall`.
         """
         signature = dynamic_signature(call, self._dynamic) if self._dynamic else None
         if signature is not None:
@@ -144,7 +144,7 @@ class CallPrograms:
             sizes = served.graph.dynamic.sizes_of(call.shapes)
             if served.graph.dynamic.serves(sizes):
                 return served, sizes
-        # Calls outside the range of the dynamic graph, such as a batch of one, have graphs of their own.
+        # Calls outside the range of the dynamic graph, such as a batch of one, have separate graphs.
         served = self._serve(NewCall(call, call.signature, False, input_pins=input_pins))
         return served, {} if served.graph.dynamic is None else served.graph.dynamic.example
 
@@ -153,7 +153,7 @@ class CallPrograms:
         first = self.table.pop(call.signature, None)
         if first is None:
             return self._prepare(call)
-        # Behind all others, so that the first of the table is the one that was not used for longest.
+        # At the end, so that the first entry of the table is the least recently used.
         self.table[call.signature] = first
         match = next((served for served in first.candidates() if served.graph.serves(call.bound)), None)
         if match is None:
@@ -164,13 +164,13 @@ class CallPrograms:
         return match
 
     def _prepare(self, call: NewCall) -> CallProgram:
-        """Make the program of a call, and keep it for calls of the signature."""
-        # The caller may be in inference mode, whose tensors no later step could change or differentiate.
+        """Make the program of a call, and store it for the signature."""
+        # The caller may be in inference mode; tensors made there could not be changed or differentiated in later steps.
         with torch.inference_mode(False), torch.set_grad_enabled(call.bound.grad):
             return self._make(call)
 
     def _make(self, call: NewCall) -> CallProgram:
-        # A placed parameter must not have a plain one in its place; parameters of new modules are placed.
+        # A plain parameter must not replace a placed one; parameters of new modules are placed.
         for name, owner in _owners(self._module):
             parameter = owner._parameters[name.rpartition(".")[2]]
             if self.owners.get(name) is owner and not isinstance(parameter, DTensor):
@@ -184,7 +184,7 @@ class CallPrograms:
         changed = {} if first is None else dict(first.graph.changes(call.bound))
         if call.tangents == "all":
             changed["the outputs that are differentiated"] = "others than the loss"
-        # Ranks compare the sizes of every call in these two cases, so what differs then is the state of the module.
+        # In these two cases ranks compare the sizes of every call, so only the state of the module can differ.
         common = {} if self._dynamic or self._inputs == "local" else texts
         self.order.begin_new(common, changed)
         check_ranks_agree(self._device_mesh, texts | changed, ADVICE)
@@ -200,7 +200,7 @@ class CallPrograms:
                 self.input_placements[border.name] = border.spec.placements
         if not earlier and self.only_call is None:
             self._sizes.record(call.bound.kind, call.bound.shapes, time.perf_counter() - start)
-        # What the graph depends on of the numbers in its inputs has to be the same in further programs.
+        # If the graph depends on numbers in its inputs, further programs need the same numbers.
         like = with_numbers if graph.state.conditions.inputs else without_numbers
         again = replace(call, bound=call.bound.map_tensors(like))
         program = replace(
@@ -212,7 +212,7 @@ class CallPrograms:
             between=self._between_program(again, graph),
         )
         locations = locate(self._module, graph, program.step.inputs, self._device_mesh)
-        # A program for the same state was made for fewer gradients, and goes.
+        # Drop a program of the same state that has fewer gradients.
         others = (old for old in earlier if not old.graph.serves(call.bound))
         served = CallProgram(graph, program, locations, common).put_before(others)
         self.table[call.signature] = served
@@ -222,7 +222,7 @@ class CallPrograms:
         return served
 
     def _general_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
-        """Return a function that makes the program in which every output has a gradient; None if the call has it."""
+        """Return a function that makes the program with gradients of all outputs; None if this call has it."""
         if call.tangents == "all" or not graph.tangent_outputs or _differentiates_all(graph):
             return None
         general = replace(call, tangents="all")
@@ -234,7 +234,7 @@ class CallPrograms:
         return make_program
 
     def _between_program(self, call: NewCall, graph: JointGraph) -> Callable[[], RunnableStep] | None:
-        """Return a function that makes the program of gradients of outputs for others; None where there is none."""
+        """Return a function that makes the program of gradients of outputs for other outputs; None if there is none."""
         inner = {name for ancestors in graph.histories.ancestors.values() for name in ancestors}
         names = tuple(name for name in graph.result.names if name in inner and name not in graph.histories.same)
         is_whole = self.only_call is None and CallOutputs.of(self.maker).form == "whole"
@@ -259,7 +259,7 @@ class CallPrograms:
         known = {signature: dict(programs) for signature, programs in self._original_programs.items()}
         for signature, first in self.table.items():
             for served in first.candidates():
-                # The general program is made by this runtime, for this module.
+                # The general program is made by this runtime and for this module.
                 program = replace(served.program, general=None, between=None)
                 known.setdefault(signature, {})[served.graph.fingerprint] = program
         return known

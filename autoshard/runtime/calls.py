@@ -1,4 +1,4 @@
-"""Calls of a parallelised module: what makes one new, their sizes, and the global shapes of inputs that are shards."""
+"""Calls of a parallelised module: which need a new program, their sizes, and global shapes of sharded inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoshard.specs.spec import Spec, is_shard
 
 PlacementsByName = Mapping[str, tuple[Placement, ...]]
 PinsByName = Mapping[str, tuple[Placement | None, ...]]
-"""Name of an input -> a placement per axis, None where the plan decides."""
+"""Name of an input -> one placement per axis, None for an axis that the plan decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class NewCall:
 
     Attributes:
         bound: the call, with tensors of global shapes.
-        signature: of the call.
+        signature: the signature of the call.
         dynamic: True if the sizes that calls may change are dynamic in the program.
         tangents: the outputs that are differentiated, as for `capture`.
-        input_pins: placements of inputs in the program; None for those that `DTensor`s have.
+        input_pins: placements of inputs in the program; None for the placements of the `DTensor`s.
     """
 
     bound: BoundCall
@@ -47,22 +47,22 @@ class NewCall:
 
 
 def without_numbers(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Return a meta tensor like a tensor, of its shape or another one."""
+    """Return a meta tensor like a tensor, with its shape or another one."""
     shape = tensor.shape if shape is None else shape
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def with_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor without its history."""
+    """Return a copy of a tensor without autograd history."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def describe_call(call: BoundCall, split: Mapping[str, Collection[int]] | None = None) -> dict[str, str]:
-    """Return texts of all that ranks must have in common in a call of the module.
+    """Return texts of everything that must be the same on all ranks in a call of the module.
 
     Args:
         call: the call.
-        split: input path -> the dims whose sizes ranks need not have in common.
+        split: input path -> the dims whose sizes may differ between ranks.
     """
     split = split or {}
     return {
@@ -80,7 +80,7 @@ def _describe_tensor(tensor: torch.Tensor, split: Collection[int]) -> str:
 
 
 def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> PinsByName:
-    """Return the placements of the `DTensor`s that a program takes as they lie on the mesh: whole, or even shards."""
+    """Return the placements of the `DTensor`s that a program takes unchanged: those replicated or evenly sharded."""
     mesh, pins = MeshShape.of(device_mesh), {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh == device_mesh:
@@ -92,23 +92,23 @@ def pins_of(tensors: Mapping[str, torch.Tensor], device_mesh: DeviceMesh) -> Pin
 
 _log = logging.getLogger("autoshard")
 
-# Signatures whose programs a module keeps; the one that was not used for longest goes first. Not tuned.
+# The number of signatures whose programs a module keeps; the least recently used is dropped first. Not tuned.
 MOST_PROGRAMS = 32
 
-# Two sizes are usual: full batches and the last one, or training and evaluation. A third may be one of many.
+# Two sizes are usual: full batches and the last one, or training and evaluation. A third suggests that more will come.
 _ADVISE_AT = 3
 
-# Names for dims in the advice, by the customary order.
+# Conventional names of dims in the advice.
 _NAMES = {0: "batch", 1: "length"}
 
 CallShapes = Mapping[str, tuple[int, ...]]
 
 
 class CallSizes:
-    """Shapes of the calls of a module for which programs were made.
+    """The shapes of a module's calls for which programs were made.
 
     Args:
-        module: name of its class.
+        module: the name of its class.
         dynamic: the sizes that calls may change without a new program.
         quiet: True if another rank logs the same.
     """
@@ -122,12 +122,12 @@ class CallSizes:
         self._has_advised = False
 
     def record(self, kind: Hashable, shapes: CallShapes, seconds: float) -> None:
-        """Log a new program. The first time that one is the third of its kind, also warn of how one could serve all.
+        """Log a new program. For the third of a kind, warn once how one program could serve all.
 
         Args:
-            kind: everything of the call but sizes and plain values.
-            shapes: of its tensors by name.
-            seconds: the time that it took to make the program.
+            kind: everything that identifies the call except sizes and plain values.
+            shapes: the shapes of its tensors by name.
+            seconds: the time it took to make the program.
         """
         calls = self._shapes_by_kind.setdefault(kind, [])
         calls.append(dict(shapes))
@@ -169,8 +169,8 @@ ShardShapes = Mapping[str, np.ndarray]
 
 
 def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> ShardShapes:
-    """Return the shapes of the shards of all ranks; `shapes` are those of this rank, in one order on all ranks."""
-    # One message for all inputs, cut at their dims again.
+    """Return the shapes of the shards of all ranks; `shapes` are this rank's, in the same order on all ranks."""
+    # One message with the dims of all inputs, split again afterwards.
     table = hosts.gather_numbers([size for shape in shapes.values() for size in shape])
     ends = np.cumsum([len(shape) for shape in shapes.values()])[:-1]
     return dict(zip(shapes, np.split(table, ends, axis=-1), strict=True))
@@ -179,7 +179,7 @@ def gather_shapes(shapes: Mapping[str, Sequence[int]], hosts: HostGroups) -> Sha
 def even_shapes(
     shapes: Mapping[str, Sequence[int]], placements: Mapping[str, Sequence[Placement]], mesh: MeshShape
 ) -> Shapes:
-    """Return the global shapes of inputs whose shards have the same shape on every rank."""
+    """Return the global shapes of inputs whose shards have equal shapes on all ranks."""
     whole = {name: list(shape) for name, shape in shapes.items()}
     for name, shape in whole.items():
         for dim, size in split_dims(placements[name], len(shape), mesh):
@@ -188,14 +188,14 @@ def even_shapes(
 
 
 def split_dims(placements: Sequence[Placement], dims: int, mesh: MeshShape) -> list[tuple[int, int]]:
-    """Return the dims of a tensor that axes split, each with the size of the axis."""
-    # A number has no rows, whatever the placement of inputs that no plan has met.
+    """Return the dims of a tensor that axes shard, each with the size of the axis."""
+    # A 0-d tensor has no rows, whatever the placement of inputs without a plan.
     pairs = zip(placements, mesh.sizes, strict=True) if dims else ()
     return [(dim_of(placement, dims), size) for placement, size in pairs if is_shard(placement)]
 
 
 def with_global_shapes(call: BoundCall, global_shapes: Callable[[dict[str, tuple[int, ...]]], Shapes]) -> BoundCall:
-    """Return a call with this rank's shards replaced by meta tensors of global shapes; `DTensor`s stay.
+    """Return a call with this rank's shards replaced by meta tensors of global shapes; `DTensor`s are unchanged.
 
     Args:
         call: the call.
@@ -208,7 +208,7 @@ def with_global_shapes(call: BoundCall, global_shapes: Callable[[dict[str, tuple
 
 
 def global_example(call: BoundCall, target: Target, mesh: MeshShape) -> BoundCall:
-    """Return an example call with tensors of global shape: of meta tensors, if the target's example is a rank's own.
+    """Return an example call with tensors of global shapes: meta tensors if the target's examples are shards.
 
     Raises:
         HintError: a placement is not valid for an input of that name.
@@ -238,18 +238,18 @@ def whole_shapes(
         shares: a mesh axis whose ranks have unequal shares, and the share of each.
 
     Raises:
-        InputError: the lengths are not those of the parts that `Shard` makes of one tensor, or ranks that must have the
-            same tensor have other shapes; on every rank.
+        InputError: the lengths are not those of the blocks of `Shard`, or ranks that must have the same tensor have
+            different shapes; on every rank.
     """
     whole: Shapes = {}
     for name, shards in tables.items():
         sizes, dims = shards, shards.shape[-1]
-        # The last axis is joined first, as it split last.
+        # Axes are joined in reverse order: the last axis was split last.
         for axis in reversed(range(device_mesh.ndim if dims else 0)):
             placement, names = placements[name][axis], (name, _axis_name(device_mesh, axis))
             split = dim_of(placement, dims) if is_shard(placement) else None
             counts = shares[1] if shares and shares[0] == axis else None
-            # The ranks along the axis, for every line of ranks: the axes behind it are joined.
+            # The sizes along the axis, for every line of ranks; later axes are joined already.
             lines = sizes.reshape(-1, device_mesh.size(axis), dims).tolist()
             joined = [
                 [
@@ -269,7 +269,7 @@ def local_shares(
     """Return the number of rows of every rank along an axis with unequal shares.
 
     Raises:
-        InputError: a rank has unequal numbers of rows of different inputs, or none; on every rank.
+        InputError: a rank has different numbers of rows in different inputs, or none; on every rank.
     """
     first, counts = "", list[int]()
     for name, shards in tables.items():
@@ -307,7 +307,7 @@ def _whole_size(
         return lengths[0]
     if shares is not None:
         return sum(shares)
-    # As `torch.chunk` splits: parts of one size, of which the last ones are shorter or empty.
+    # As in `torch.chunk`: blocks of equal size, except that the last ones are shorter or empty.
     total = sum(lengths)
     part = math.ceil(total / len(lengths))
     expected = [max(0, min(part, total - rank * part)) for rank in range(len(lengths))]

@@ -1,8 +1,8 @@
 """Checkpoints of sharded modules: strided shards in `torch.distributed.checkpoint`, whole tensors in `load_state_dict`.
 
-`torch.distributed.checkpoint` takes the local tensor of a `DTensor` for one block of the global tensor. A strided shard
-has several. But a `DTensor` asks its local tensor first, if that has the methods of the checkpoint protocol, so such
-local tensors get these methods.
+`torch.distributed.checkpoint` treats the local tensor of a `DTensor` as one block of the global tensor, but a strided
+shard has several. A `DTensor` calls the methods of the checkpoint protocol of its local tensor if it has them, so local
+tensors of strided shards get these methods.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Target = TypeVar("Target")
 
 
 def checkpointable(target: Target) -> Target:
-    """Make strided shards known to `torch.distributed.checkpoint`.
+    """Make strided shards work in `torch.distributed.checkpoint`.
 
-    The `state_dict()` of a parallelised module needs no call, and neither does that of an optimizer of its parameters
-    from the first step on (`torch.distributed.checkpoint.state_dict` takes a step where there was none). Call it for
-    other `DTensor`s, such as averages of weights, before saving and before loading: without it torch refuses to save a
-    strided shard, and loads wrong numbers into it.
+    Not needed for `state_dict()` of a parallelised module, nor of an optimizer of its parameters after its first step
+    (`torch.distributed.checkpoint.state_dict` takes a step if there was none). Call it for other `DTensor`s, such as
+    averages of weights, before saving and before loading. Otherwise torch refuses to save a strided shard, and loads
+    wrong numbers into it.
 
     Args:
         target: a state dict, nested or not, with `DTensor`s of any placements; or an optimizer, all of whose later
@@ -69,29 +69,29 @@ def install_hooks(module: nn.Module) -> None:
     """Make `state_dict` and `load_state_dict` of a module with `DTensor` parameters work with any checkpoint.
 
     * `torch.distributed.checkpoint` can save and load the `state_dict()`, strided shards included.
-    * `load_state_dict` takes whole tensors, the same on every rank, of which every rank keeps its part without
+    * `load_state_dict` takes whole tensors, equal on all ranks, from which each rank takes its part without
       communication, and `DTensor`s with other placements. With `assign=True` parameters may be on the meta device.
-    * Tied parameters stay tied, with `assign=True` too.
-    * Loads that torch would do wrongly into strided shards are refused.
+    * Tied parameters remain tied, also with `assign=True`.
+    * Loads into strided shards that torch would do wrongly are refused.
     """
     loading = _LoadHooks([names for names in names_of_parameters(module).values() if len(names) > 1])
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(loading.before)
     module.register_load_state_dict_post_hook(loading.after)
-    # Torch calls the hook before it loads anything. Of a module without children it does not: that refuses in `before`.
+    # Torch calls this hook before it loads anything, but not for a module without children; `before` refuses there.
     if not hasattr(module, _FQN_HOOK):
         setattr(module, _FQN_HOOK, _BroadcastGuard(module))
 
 
-# The method by which a module may tell `torch.distributed.checkpoint.state_dict` of other names for its parameters.
+# The method by which a module may map parameter names for `torch.distributed.checkpoint.state_dict`.
 _FQN_HOOK = "_fqn_modifiers"
 
 
 class _BroadcastGuard:
-    """A hook for names of parameters that changes none, and raises an error for a load that would be wrong."""
+    """A hook for parameter names that changes none, and raises an error for a load that would be wrong."""
 
     def __init__(self, module: nn.Module) -> None:
-        # The module holds this object: a strong reference would be a cycle.
+        # A weak reference, because the module holds this object.
         self._module = weakref.ref(module)
 
     def __call__(self) -> dict[str, str]:
@@ -100,12 +100,12 @@ class _BroadcastGuard:
         return {}
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> _BroadcastGuard:
-        # While a module is copied, its copy is in the memo.
+        # While a module is being copied, its copy is in the memo.
         module = self._module()
         return self if module is None else _BroadcastGuard(memo.get(id(module), module))
 
     def __reduce__(self) -> Any:
-        # Of a pickle: a function that changes no names, either.
+        # A pickle gets a function that changes no names, too.
         return functools.partial, (dict,)
 
 
@@ -125,7 +125,7 @@ def _refuse_broadcast(tensors: Mapping[str, Any]) -> None:
 
 def _after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     shards = [value for name, value in state_dict.items() if name.startswith(prefix) and isinstance(value, DTensor)]
-    # It asks for the place of every tensor in memory, which a DTensor does not have.
+    # Safetensors asks for the memory address of every tensor, which a DTensor does not have.
     function = _torch.running_safetensors_function() if shards else None
     if function is not None:
         raise InputError(
@@ -144,26 +144,26 @@ def _after_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]
 
 
 class _LoadHooks:
-    """Hooks before and after a module's `load_state_dict`; `tied` are the names of every parameter with several."""
+    """Hooks before and after `load_state_dict` of a module; `tied` are the names of every tied parameter."""
 
     def __init__(self, tied: Sequence[Sequence[str]]) -> None:
         self._tied = tied
         self._parameters_before: dict[str, nn.Parameter] = {}
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Replace every tensor that is to fill a `DTensor` by one with the same placements."""
+        """Replace every tensor to be loaded into a `DTensor` by one with the same placements."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         _refuse_broadcast(parameters)
         tied = (name for names in self._tied for name in names)
         self._parameters_before = {name: parameters[name] for name in tied if name in parameters}
-        # A wrong shape is left to torch, which names all of them in one error.
+        # Torch reports wrong shapes: all of them in one error.
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
                 state_dict[prefix + name] = _distribute_like(value, parameter)
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Tie parameters again that were assigned one by one: the first that was assigned takes all their names."""
+        """Tie parameters again that were assigned separately: the first assigned one is used under all their names."""
         for names in self._tied:
             current = {name: module.get_parameter(name) for name in names}
             assigned = [value for name, value in current.items() if value is not self._parameters_before.get(name)]
@@ -174,7 +174,7 @@ class _LoadHooks:
 
 
 def _distribute_like(value: Tensor, parameter: DTensor) -> Tensor:
-    """Return a whole tensor, or a `DTensor` with other placements, with the placements of the parameter."""
+    """Return a whole tensor, or a `DTensor` with other placements, placed like the parameter."""
     spec = Spec(tuple(parameter.placements))
     if isinstance(value, DTensor):
         keep = value.device_mesh != parameter.device_mesh or Spec(tuple(value.placements)) is spec
@@ -185,16 +185,16 @@ def _distribute_like(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _attach_protocol(tensor: DTensor) -> None:
-    """Give the local tensor of a `DTensor` the methods of the checkpoint protocol, where torch's own may be wrong."""
+    """Attach the checkpoint protocol to the local tensor of a `DTensor` if torch's own handling may be wrong."""
     spec = Spec(tuple(tensor.placements))
     dims = [dim_of(spec[axis], tensor.ndim) for axis in spec.shard_axes]
-    # A dim that several axes split may be uneven on each.
+    # A dim that several axes shard may be uneven along each.
     nested = len(set(dims)) < len(dims)
     if spec.partial_axes or not (nested or _is_strided(spec)):
         return
     local: Any = local_of(tensor)
     coordinate = tuple(coordinate_of(tensor.device_mesh))
-    # The shard refers to another tensor object of the same memory: `local` itself would be a cycle.
+    # The shard refers to another tensor object with the same memory: `local` itself would be a reference cycle.
     shard = _CheckpointShard(local.detach(), tuple(tensor.shape), spec, MeshShape.of(tensor.device_mesh), coordinate)
     local.__create_write_items__ = shard.write_items
     local.__create_chunk_list__ = shard.chunks
@@ -207,10 +207,10 @@ def _is_strided(spec: Spec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointShard:
-    """A local tensor for `torch.distributed.checkpoint`, as the blocks of the global tensor that it holds."""
+    """A local tensor as blocks of the global tensor, for `torch.distributed.checkpoint`."""
 
     local: Tensor
-    # Global.
+    # Of the global tensor.
     shape: tuple[int, ...]
     spec: Spec
     mesh: MeshShape
@@ -220,11 +220,11 @@ class _CheckpointShard:
         return blocks_of(self.shape, self.spec, self.mesh, self.coordinate)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Return the blocks, when loading."""
+        """Return the blocks to load."""
         return [_chunk(block) for block in self.blocks()]
 
     def write_items(self, name: str, tensor: DTensor) -> list[WriteItem]:
-        """Return the blocks, when saving; raise an `InputError` if they are several for files with one per name."""
+        """Return the blocks to save; raise an `InputError` if a format with one block per name would need several."""
         blocks = list(self.blocks())
         if len(blocks) > 1 and _torch.saves_in_hugging_face_files():
             raise InputError(
@@ -244,7 +244,7 @@ class _CheckpointShard:
         ]
 
     def block(self, index: MetadataIndex) -> Tensor:
-        """Return the block that begins at an offset, as a view: filling it fills the local tensor."""
+        """Return the block that begins at an offset, as a view into the local tensor."""
         for block in self.blocks():
             if index.offset is not None and tuple(index.offset) == block.offsets:
                 return self.local[block.local]

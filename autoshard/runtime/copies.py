@@ -1,4 +1,4 @@
-"""Copies and pickles of a parallelised module: its `forward`, the shards of a copy, and the error of a pickle."""
+"""Copies and pickles of a parallelised module: the `forward` and the shards of a copy, and the error of pickling."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autoshard.runtime.shards import local_of
 
 
 def bound_forward(module: nn.Module, runtime_name: str) -> MethodType:
-    """Return a `forward` that runs the runtime in an attribute of the module, with the signature of the present one.
+    """Return a `forward` that runs the runtime in an attribute of the module, with the signature of the current one.
 
-    It is a method of the module: `copy.deepcopy` copies no functions, and binds methods to the copy.
+    It is a bound method: `copy.deepcopy` does not copy functions, but binds methods to the copy.
     """
     before: Callable[..., Any] = module.forward
     method = before if isinstance(before, MethodType) and before.__self__ is module else None
@@ -33,7 +33,7 @@ def bound_forward(module: nn.Module, runtime_name: str) -> MethodType:
             return runtime.call_compiled(*args, **kwargs)
         return runtime(*args, **kwargs)
 
-    # A method takes the module for the first argument of the function that it wraps.
+    # The module is the first argument of the wrapped function.
     if method is None:
         with contextlib.suppress(TypeError, ValueError):
             signature = inspect.signature(before)
@@ -43,14 +43,14 @@ def bound_forward(module: nn.Module, runtime_name: str) -> MethodType:
 
 
 def share_specs(module: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Have the parameters that `copy.deepcopy` has copied lie on the same mesh object as those of the module.
+    """Place the parameters that `copy.deepcopy` has copied on the mesh object of the module's.
 
     Args:
         module: the module.
-        memo: of the copy in progress, by the `id` of the originals.
+        memo: the memo of the copy in progress, by `id` of the originals.
 
     Raises:
-        InputError: the copies are no `DTensor`s, such as those of a capture.
+        InputError: the copies are not `DTensor`s, as in a capture.
     """
     for name, parameter in module.named_parameters():
         copied = memo.get(id(parameter))
@@ -68,7 +68,7 @@ def share_specs(module: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def pickle_error(subject: str) -> InputError:
-    """Return the error about a pickle of a module that runs on a mesh."""
+    """Return the error about pickling a parallelised module."""
     return InputError(
         f"{subject} cannot be pickled, as torch.save(model) does: its programs and process groups belong to this "
         "process. Save its tensors: torch.save(model.state_dict(), path) with a path per rank, or "

@@ -1,4 +1,4 @@
-"""Data loaders that give every rank its part of each batch of a loader that was written for one device."""
+"""Data loaders that yield each rank's part of the batches of a loader written for one device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autoshard.specs.data_axes import part_of_rows
 
 
 def _mix(*numbers: int) -> int:
-    """Return a seed of some numbers, all of whose bits depend on all of theirs."""
-    # Torch's generator of the CPU takes the lower 32 bits of a seed alone.
+    """Return a seed that depends on all bits of some numbers."""
+    # Torch's CPU generator uses only the lower 32 bits of a seed.
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "big")
 
 
@@ -34,8 +34,8 @@ class BatchPart:
 
     Attributes:
         count: the number of parts.
-        index: the number of this rank's.
-        nested: True if several axes split a batch, all of which have to divide it.
+        index: the index of this rank's part.
+        nested: True if several axes shard a batch; each must divide it.
     """
 
     count: int
@@ -44,7 +44,7 @@ class BatchPart:
 
     @staticmethod
     def of(device_mesh: DeviceMesh, data_axes: Sequence[str]) -> BatchPart:
-        """Return this rank's part where ranks along the data axes have rows of their own."""
+        """Return this rank's part if ranks along the data axes have different rows."""
         coordinate = device_mesh.get_coordinate()
         if coordinate is None:
             raise InputError("this rank is not on the mesh of the model, and has no part of its batches.")
@@ -53,7 +53,7 @@ class BatchPart:
         return BatchPart(*part_of_rows(shape, data_axes, coordinate), nested=len(long) > 1)
 
     def rows(self, length: int) -> slice:
-        """Return the rows of a batch that the rank takes, as `Shard(0)` cuts them; the last parts may be empty."""
+        """Return the rows of a batch for this rank, as `Shard(0)` splits them; the last parts may be empty."""
         size = math.ceil(length / self.count)
         if self.nested and length % self.count:
             raise InputError(
@@ -64,7 +64,7 @@ class BatchPart:
 
 
 class _RandomState:
-    """A state of torch's CPU generator beside that of the program; active in a `with`."""
+    """A second state of torch's CPU generator, which a `with` activates."""
 
     def __init__(self, seed: int) -> None:
         self._state = torch.Generator().manual_seed(seed).get_state()
@@ -82,9 +82,9 @@ class _AgreedBatches:
     """A batch sampler that draws the same batches of indices on all ranks.
 
     Attributes:
-        seed: the seed of the next iteration, whatever random state of torch the ranks have.
-        skip: the batches that the next iteration leaves out.
-        generator: the generator of the sampler, with the state of the first rank's; None if it has none of its own.
+        seed: the seed of the next iteration, independent of the ranks' random state in torch.
+        skip: the number of batches that the next iteration skips.
+        generator: the sampler's generator, with the state of the first rank's; None if the sampler has none.
         first_state: its state before the last iteration.
     """
 
@@ -120,7 +120,7 @@ class _AgreedBatches:
                 yield batch
 
     def _compare(self, first: list[Any] | None) -> None:
-        """Raise an `InputError` on every rank if ranks begin with other batches, or have unequally many."""
+        """Raise an `InputError` on every rank if the first batches, or the numbers of batches, differ between ranks."""
         length = len(self.batches) if hasattr(self.batches, "__len__") else None
         if not is_alone(self._device_mesh) and any(self._hosts.differ(repr((first, length)))):
             raise InputError(
@@ -131,7 +131,7 @@ class _AgreedBatches:
 
 
 class _Fetched(NamedTuple):
-    """Rows of a batch that a rank takes, or one row in their place where there is none."""
+    """Rows of a batch for a rank, or a single placeholder row if it has none."""
 
     rows: list[Any]
     is_empty: bool
@@ -144,7 +144,7 @@ def _take_part(rows: Sequence[Any], part: BatchPart) -> tuple[Sequence[Any], boo
 
 
 class _PartialDataset:
-    """A dataset of which a rank reads its part of every batch alone."""
+    """A dataset from which a rank reads only its part of every batch."""
 
     def __init__(self, dataset: Any, part: BatchPart) -> None:
         self._dataset, self._part = dataset, part
@@ -161,25 +161,25 @@ class _PartialDataset:
         return _Fetched(fetch(own) if fetch is not None else [self._dataset[index] for index in own], is_empty)
 
     def __getattr__(self, name: str) -> Any:
-        # For code of the user in workers; while an object is unpickled it has no attributes yet.
+        # For user code in workers. While an object is unpickled it has no attributes yet.
         if name.startswith("__") or "_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 class _PartialCollate:
-    """A collate function that takes this rank's rows, which may be none."""
+    """A collate function for this rank's rows, of which there may be none."""
 
     def __init__(self, collate: Callable[[Any], Any], part: BatchPart) -> None:
         self._collate, self._part = collate, part
 
     def __call__(self, rows: Any) -> Any:
-        # A dataset that is iterated has read the rows of all ranks.
+        # An iterable dataset has read the rows of all ranks.
         fetched = rows if isinstance(rows, _Fetched) else _Fetched(*_take_part(rows, self._part))  # type: ignore[arg-type]
         batch = self._collate(fetched.rows)
         if not fetched.is_empty:
             return batch
-        # A mapping of a library may be no pytree.
+        # A library's mapping type may not be a pytree.
         return pytree.tree_map_only(Tensor, _without_row, dict(batch) if isinstance(batch, Mapping) else batch)
 
 
@@ -188,24 +188,24 @@ def _without_row(tensor: Tensor) -> Tensor:
 
 
 class ShardedDataLoader:
-    """Yields this rank's part of every batch of a loader; `autoshard.shard_dataloader` makes it.
+    """A loader of this rank's part of every batch; made by `autoshard.shard_dataloader`.
 
-    Batches come in the same order on all ranks. Random numbers of torch that the data set draws, in workers and in this
-    process, are the same on ranks that take the same rows, and different in every epoch.
+    Batches come in the same order on all ranks. Torch's random numbers that the data set draws, in workers and in this
+    process, are equal on ranks with the same rows, and different in every epoch.
 
     Args:
-        loader: the loader, whose batches are those of all ranks together.
-        device_mesh: the mesh, all of whose ranks make the loader and iterate it together.
+        loader: the original loader, with global batches.
+        device_mesh: the mesh; all its ranks create the loader and iterate it together.
         part: this rank's part of a batch.
-        hosts: groups of the mesh that send tensors on the CPU; made if there are none yet.
+        hosts: process groups of the mesh for CPU tensors; created if None.
 
     Attributes:
         loader: the loader that yields the parts.
         epoch: the number of the current epoch, or of the next one at its end.
-        batches: the batches of it that were yielded.
+        batches: the number of its batches that were yielded.
 
     Raises:
-        InputError: the loader makes no batches, or its class cannot be built anew.
+        InputError: the loader makes no batches, or its class cannot be constructed again.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class ShardedDataLoader:
         return len(self._source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch at the next iteration, with its own order; without this, epochs are counted.
+        """Select the epoch, and its order, of the next iteration; without a call, epochs are counted.
 
-        The epoch of a state that was just loaded is continued.
+        A loaded state continues its own epoch.
         """
         if epoch != self.epoch or not self._is_resumed:
             self.epoch, self.batches, self._is_resumed = epoch, 0, False
@@ -257,7 +257,7 @@ class ShardedDataLoader:
         skip = 0 if _is_stateful(self.loader) else self.batches
         if self._agreed is not None:
             self._agreed.seed, self._agreed.skip, skip = _mix(self._seed, self.epoch), skip, 0
-        # Ranks that take the same rows draw the same.
+        # Ranks with the same rows draw the same numbers.
         own_seed = _mix(self._seed, self.epoch, self._part.index)
         state = _RandomState(own_seed)
         if self._generator is not None:
@@ -276,7 +276,7 @@ class ShardedDataLoader:
         self.epoch, self.batches = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run goes on from: the seed, the epoch, its batches, and the state of a loader that has one."""
+        """Return the state to resume from: the seed, the epoch, its batches, and a stateful loader's state."""
         state: dict[str, Any] = {"seed": self._seed, "epoch": self.epoch, "batches": self.batches}
         if self._agreed is not None and self._agreed.generator is not None:
             state["generator"] = self._agreed.first_state if self.batches else self._agreed.generator.get_state()
@@ -285,7 +285,7 @@ class ShardedDataLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, at the next iteration, behind the last batch of `state_dict`; all ranks call this together."""
+        """Resume, at the next iteration, after the last batch of `state_dict`; all ranks call this together."""
         self._seed, self.epoch, self.batches = state["seed"], state["epoch"], state["batches"]
         self._is_resumed = True
         if "generator" in state and self._agreed is not None and self._agreed.generator is not None:
@@ -302,9 +302,9 @@ def _is_stateful(loader: DataLoader[Any]) -> bool:
 
 
 def _rebuild(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
-    """Return a loader of the same class with some other arguments; it has attributes of their names."""
+    """Return a loader of the same class with some arguments changed; the others are read from its attributes."""
     names = [name for name in inspect.signature(type(loader).__init__).parameters if hasattr(loader, name)]
-    # What a batch sampler decides is not passed beside it; a data set that is iterated has none.
+    # Arguments implied by a batch sampler must not be passed with it; an iterable data set has no sampler.
     decided = {"batch_size", "sampler", "drop_last", "shuffle"}
     omitted = decided if "batch_sampler" in changes else {"sampler", "batch_sampler", "shuffle"}
     arguments = {name: getattr(loader, name) for name in names if name not in omitted} | dict(changes)

@@ -1,7 +1,7 @@
-"""Methods of a parallelised module, besides its `forward`, that run as calls of their own.
+"""Methods of a parallelised module, besides its `forward`, that run as separate calls.
 
-A `MethodCaller` has the module as its only child, and its `forward` calls the method. A `Runtime` of the caller serves
-it: every kind of call is captured and planned under the placements that the parameters have.
+A `MethodCaller` has the module as its only child, and its `forward` calls the method. A `Runtime` runs the caller:
+every kind of call is captured and planned with the placements of the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHILD = "module"
 
 
 class MethodCaller(nn.Module):
-    """A module whose `forward`, which a subclass has, calls a method of its only child."""
+    """A module whose `forward`, defined in a subclass, calls a method of its only child."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def register_method(module: nn.Module, path: str, make_planner: PlannerMaker) ->
 
 
 def _find_method(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the module or submodule that has the method, and the name of the method there."""
+    """Return the module or submodule that has the method, and the method's name there."""
     owner_path, _, name = path.rpartition(".")
     parts = dict(module.named_modules(remove_duplicate=False))
     if owner_path not in parts:
@@ -68,7 +68,7 @@ def _find_method(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     method = getattr(owner, name, None)
     if isinstance(method, nn.Module):
         raise InputError(f"{path!r} is a submodule: name its method, {path + '.forward'!r}.")
-    # Of these, `forward` alone computes.
+    # Of the methods of `nn.Module`, only `forward` computes.
     is_inherited = name != "forward" and getattr(kind, name, None) is getattr(nn.Module, name, ())
     if not callable(method) or is_inherited:
         names = {*dir(kind)} - {*dir(nn.Module)}
@@ -89,16 +89,16 @@ def _caller(module: nn.Module, path: str, method: Callable[..., Any]) -> MethodC
         return getattr(child.get_submodule(owner_path), name)(*args, **kwargs)
 
     def signature() -> None:
-        """Have the arguments of `forward`."""
+        """Have the signature of `forward`."""
 
-    # Inputs are named after the arguments. Below `__wrapped__`, as wrappers of the bound `forward` copy `__signature__`
-    # with the receiver in it.
+    # Inputs are named after the arguments. `__wrapped__` is used because wrappers of the bound `forward` copy
+    # `__signature__`, receiver included.
     arguments = inspect.signature(method)
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     with_receiver = arguments.replace(parameters=[receiver, *arguments.parameters.values()])
     signature.__signature__ = with_receiver  # type: ignore[attr-defined]
     forward.__wrapped__ = signature  # type: ignore[attr-defined]
-    # A class of its own: the arguments are read from the class. Logs and errors show its name.
+    # A separate class: the arguments are read from the class, and logs and errors show its name.
     kind = type(f"{type(module).__name__}.{path}", (MethodCaller,), {"forward": forward, "__module__": __name__})
     caller: MethodCaller = kind(module)
     return caller
@@ -109,8 +109,8 @@ class _MethodRuntime:
 
     Args:
         main: the runtime of the module.
-        caller: has the module, and calls the method.
-        path: of the method.
+        caller: a module that holds the module and calls the method.
+        path: the path of the method.
         make_planner: makes the planner of the calls of a module on a mesh for a target.
     """
 
@@ -126,16 +126,16 @@ class _MethodRuntime:
 
     @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
     def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call in code that `torch.compile` traces."""
+        """Run a call in code traced by `torch.compile`."""
         return self._prepare().call_compiled(*args, **kwargs)
 
     def _prepare(self) -> Runtime:
-        """Return the runtime, ready for a call."""
-        # Made by the first call: the shares of ranks and the placements are decided by then.
+        """Return the runtime; make it at the first call."""
+        # By the first call, the shares of ranks and the placements are decided.
         if self._runtime is None:
             self._runtime = self._start()
         self._caller.training = self._main.module.training
-        # Local inputs lie as those of `forward` of the same name.
+        # Local inputs are placed like inputs of `forward` with the same name.
         programs = self._runtime.programs
         programs.input_placements = self._main.programs.input_placements | programs.input_placements
         return self._runtime
@@ -156,16 +156,16 @@ class _MethodRuntime:
 
 
 def _method_target(target: Target, caller: type[nn.Module]) -> Target:
-    """Return the target of the calls of a method, given that of the module.
+    """Return the target for the calls of a method, given the module's target.
 
-    Dynamic sizes hold for arguments of the same name. What is asked of inputs and outputs by name is of those
-    of `forward`, and is left out.
+    Dynamic sizes apply to arguments of the same name. Options for named inputs and outputs refer to `forward`, and are
+    dropped.
     """
     arguments = inspect.signature(caller.forward).parameters
     hints = target.hints
     if isinstance(hints, Mapping):
         hints = {f"{_CHILD}.{glob}": value for glob, value in hints.items()}
-    # Of `batch['x']`, the argument is `batch`.
+    # The argument of `batch['x']` is `batch`.
     dynamic = {name: dims for name, dims in (target.dynamic or {}).items() if re.split(r"[.\[]", name)[0] in arguments}
     outputs = target.output_placements
     return replace(

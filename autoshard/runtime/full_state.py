@@ -1,4 +1,4 @@
-"""The whole tensors of a parallelised module: gathered to the CPU of one rank, and loaded from it."""
+"""Whole tensors of a parallelised module: gathered to the CPU of one rank, and loaded from there."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from autoshard.runtime.shards import from_first_rank as tensor_from_first_rank
 
 
 def gather_state(model: nn.Module, names: Container[str] | None, rank0_only: bool) -> dict[str, Any]:
-    """Gather a module's state, as `autoshard.full_state_dict` says."""
+    """Gather a module's state, as documented in `autoshard.full_state_dict`."""
     keep = is_first_rank(mesh_of(model)) or not rank0_only
     tensors = model.state_dict(keep_vars=True)
     return gather_tensors({name: value for name, value in tensors.items() if names is None or name in names}, keep)
 
 
 def gather_tensors(tensors: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """Return whole tensors in CPU memory of their own, and other values; an empty dict where `keep` is False.
+    """Return whole tensors in newly allocated CPU memory, and other values unchanged; an empty dict if `keep` is False.
 
-    All ranks of a mesh call this together. A tensor of several names stays one.
+    All ranks of a mesh call this together. A tensor with several names remains one tensor.
     """
     whole_of: dict[Tensor, Tensor] = {}
     state: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def gather_tensors(tensors: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 def load_state(
     model: nn.Module, state: Mapping[str, Any] | None, strict: bool, device: torch.device | str | None
 ) -> IncompatibleKeys:
-    """Fill a module from the first rank's state, as `autoshard.load_full_state_dict` says."""
+    """Load the first rank's state into a module, as documented in `autoshard.load_full_state_dict`."""
     mesh = mesh_of(model)
     targets = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     given = {name: value for name, value in (state or {}).items() if isinstance(value, Tensor)}
@@ -77,7 +77,7 @@ def load_state(
         for name, target in model.state_dict(keep_vars=True).items():
             if name in shapes:
                 value = given[name] if is_first_rank(mesh) else torch.empty(shapes[name])
-                # In the dtype of the model, which all ranks know.
+                # Cast to the model's dtype, which all ranks know.
                 value = value.detach().to(device=mesh.device_type, dtype=target.dtype)
                 fill(target, tensor_from_first_rank(value, mesh))
     return keys

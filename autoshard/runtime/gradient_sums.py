@@ -11,9 +11,9 @@ from autoshard.errors import InputError
 
 
 class GradientSums:
-    """Sums of the gradients that a program's backwards leave unreduced on this rank.
+    """Sums of the gradients that a program's backwards compute without reducing them over ranks.
 
-    A step has `terms` backwards, of which the last one takes the sums of the others.
+    A step has `terms` backwards; the last one adds the sums of the others to its own gradients.
     """
 
     def __init__(self, terms: int) -> None:
@@ -33,22 +33,22 @@ class GradientSums:
         return self._added_count == 0
 
     def add(self, gradients: list[torch.Tensor]) -> None:
-        """Add the gradients of one backward, in the same order each time; the list is emptied."""
+        """Add the gradients of one backward, in the same order each time, and empty the list."""
         if self._added_count == 0:
             self._sums = list(gradients)
         elif self._added_count == 1:
-            # The first gradients may be views of tensors that others hold, so this sum is not in place.
+            # Not in place: the first gradients may be views of tensors that are used elsewhere.
             for place, gradient in enumerate(gradients):
                 self._sums[place] = self._sums[place] + gradient
         else:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add_(gradient)
-        # The caller's list would keep the first tensors alive.
+        # Otherwise the caller's list would keep the first tensors alive.
         gradients.clear()
         self._added_count += 1
 
     def take(self) -> list[torch.Tensor]:
-        """Return the sums, and begin another step."""
+        """Return the sums, and begin the next step."""
         sums, self._sums, self._added_count = self._sums, [], 0
         return sums
 
@@ -63,13 +63,13 @@ class GradientSums:
             end()
 
     def clear(self) -> None:
-        """Forget the sums of a step that was not finished."""
+        """Drop the sums of an unfinished step."""
         self.take()
         self._deferred = None
 
 
 class Accumulation:
-    """The gradients of a module that its backwards in `autoshard.no_sync` leave unreduced on this rank.
+    """Gradients of a module that backwards in `autoshard.no_sync` compute without reducing them over ranks.
 
     Attributes:
         active: True in the context.
@@ -81,7 +81,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def without_reductions(self) -> Iterator[None]:
-        """Context whose backwards add up gradients unreduced; contexts may be nested."""
+        """Return a context in which backwards accumulate gradients without reducing them; contexts may be nested."""
         before, self.active = self.active, True
         try:
             yield
@@ -89,26 +89,26 @@ class Accumulation:
             self.active = before
 
     def note(self, sums: OpenSums) -> None:
-        """Note that a program has sums."""
+        """Note that a program has unreduced sums."""
         if sums not in self._unreduced:
             self._unreduced.append(sums)
 
     def forget_zeroed(self) -> None:
-        """Forget the sums whose parameters' gradients were set to None since, as by `zero_grad`."""
+        """Drop sums of parameters whose gradients were set to None since, as by `zero_grad`."""
         self._unreduced = [sums for sums in self._unreduced if not sums.is_empty]
         for sums in self._unreduced:
             if sums.is_zeroed:
                 sums.clear()
 
     def reduce_rest(self) -> None:
-        """Reduce the sums that are left, and add them to `.grad`; all ranks call this together."""
+        """Reduce the remaining sums, and add them to `.grad`; all ranks call this together."""
         self.forget_zeroed()
         for sums in self._unreduced:
             if not sums.is_empty:
                 sums.reduce()
 
     def check_reduced(self) -> None:
-        """Raise an `InputError` if there are sums, which an optimizer's step would miss."""
+        """Raise an `InputError` if unreduced sums exist: an optimizer's step would miss them."""
         self.forget_zeroed()
         if any(not sums.is_empty for sums in self._unreduced):
             raise InputError(
@@ -119,7 +119,7 @@ class Accumulation:
 
 
 class OpenSums(GradientSums):
-    """Sums of one program over any number of backwards: the first one outside of `autoshard.no_sync` is the last.
+    """Sums of one program over any number of backwards, up to the first one outside `autoshard.no_sync`.
 
     Attributes:
         names: the parameters that have gradients in the sums.
@@ -134,20 +134,20 @@ class OpenSums(GradientSums):
 
     @property
     def is_last_backward(self) -> bool:
-        """True outside of the context."""
+        """True outside `autoshard.no_sync`."""
         return not self._accumulation.active
 
     @property
     def is_zeroed(self) -> bool:
-        """True if the witness lost its gradient."""
+        """True if the gradient of the witness was set to None."""
         return self._witness is not None and self._witness.grad is None
 
     def keep(self, names: Set[str], witness: torch.Tensor, reduce: Callable[[], None]) -> None:
-        """Keep what was added until it is reduced.
+        """Keep the sums until they are reduced.
 
         Args:
-            names: the parameters that have gradients in the last term.
-            witness: one of them, which has a `.grad` now: it is None again after `zero_grad`.
+            names: the parameters with gradients in the last term.
+            witness: one of them, with a `.grad` now: if it is None later, `zero_grad` was called.
             reduce: reduces the sums and adds them to `.grad`.
         """
         self.names |= names
@@ -155,11 +155,11 @@ class OpenSums(GradientSums):
         self._accumulation.note(self)
 
     def reduce(self) -> None:
-        """Reduce the sums by themselves, and add them to `.grad`."""
+        """Reduce the sums separately, and add them to `.grad`."""
         assert self._reduce is not None
         self._reduce()
 
     def take(self) -> list[torch.Tensor]:
-        """Return the sums, and begin another step."""
+        """Return the sums, and begin the next step."""
         self.names, self._witness, self._reduce = set(), None, None
         return super().take()

@@ -1,12 +1,12 @@
-"""Optimizers whose state lies on the host for some parameters, which the host updates (ZeRO-Offload).
+"""Optimizers that keep the state of some parameters on the host and update them there (ZeRO-Offload).
 
-The optimizer is any of torch's that works element by element. In a step, gradients and parameters of these are copied
-to the host, all at once. The optimizer then updates its other parameters on the device, and these one by one on the
-host, each when its copies are there; the new numbers are copied back beside the next update. On accelerators copies run
-on a stream for each direction, in memory of the host that is locked in place.
+The optimizer may be any elementwise one of torch's. In a step, the gradients and numbers of these parameters are copied
+to the host together. The optimizer then updates its other parameters on the device, and these one by one on the host as
+soon as their copies have arrived. The new numbers are copied back during the next update. On accelerators, copies run
+on one stream per direction, in pinned host memory.
 
-In `optimizer.state`, and so in `state_dict()`, the state of such a parameter is of `DTensor`s placed as it, as that of
-all others is, around tensors of the host.
+In `optimizer.state`, and so in `state_dict()`, the state of such a parameter is, like any other state, `DTensor`s with
+the placements of the parameter; their local tensors are on the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autoshard.capture.host_copies import await_copy, copy_aside, host_memory, s
 from autoshard.errors import InputError
 from autoshard.runtime.shards import local_of, wrap_like
 
-# They keep state for every parameter by itself, and each element of it depends on that element of the gradient alone.
+# Optimizers with separate state per parameter; each element of it depends only on that element of the gradient.
 _ELEMENTWISE = (SGD, Adam, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop)
-# Numbers of a parameter's state, which are plain tensors; all else has the parameter's shape.
+# Scalars of a parameter's state, which are plain tensors; everything else has the parameter's shape.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 _PART = "_autoshard_part"
 _HOST = torch.device("cpu")
@@ -35,7 +35,7 @@ Group = dict[str, Any]
 
 
 def check_elementwise(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
-    """Raise an `InputError` unless an optimizer can update shards on the host; `name` is of a parameter for it."""
+    """Raise an `InputError` unless an optimizer can update shards on the host; the error names a parameter."""
     kind = type(optimizer).__name__
     if not isinstance(optimizer, _ELEMENTWISE):
         raise InputError(
@@ -52,7 +52,7 @@ def check_elementwise(optimizer: Optimizer, name: str, parameter: Tensor) -> Non
 
 
 class _Copies(NamedTuple):
-    """A parameter whose update is under way, its group, and the copies of gradient and parameter on the host."""
+    """A pending update of a parameter: its group, and the copies of gradient and parameter on the host."""
 
     group: Group
     parameter: DTensor
@@ -61,7 +61,7 @@ class _Copies(NamedTuple):
 
 
 class HostStates:
-    """The steps of one optimizer that has state on the host, by its hooks.
+    """Steps of one optimizer with state on the host, run by its hooks.
 
     Args:
         optimizer: the optimizer.
@@ -82,7 +82,7 @@ class HostStates:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Start the copies to the host, and have the step update the other parameters."""
+        """Start the copies to the host, and restrict the step to the other parameters."""
         if is_part(optimizer):
             return None
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -108,10 +108,10 @@ class HostStates:
             await_copy(local_of(copies.parameter))
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take out the state that goes to the host: torch would load it to where its parameter lies."""
+        """Remove the state that belongs on the host: torch would load it to the parameter's device."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # Groups of other lengths are refused by torch.
+        # Torch refuses groups of other lengths.
         hosted = {
             number: parameter
             for number, parameter in zip(saved, parameters, strict=False)
@@ -133,12 +133,12 @@ class HostStates:
 
 
 def is_part(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer with some parameters of another one, which has the hooks of that."""
+    """Return True for an optimizer of some parameters of another one, which shares the other's hooks."""
     return _PART in vars(optimizer)
 
 
 def _part(optimizer: Optimizer, groups: Sequence[Group]) -> Optimizer:
-    """Return an optimizer with these groups, which shares all else, its state too."""
+    """Return an optimizer with these groups that shares everything else, its state included."""
     part = object.__new__(type(optimizer))
     part.__dict__ = {**vars(optimizer), "param_groups": [*groups], _PART: True}
     return part
@@ -162,7 +162,7 @@ def _update(optimizer: Optimizer, copies: _Copies) -> None:
     value.grad = gradient
     state = optimizer.state.pop(parameter, None)
     if state is not None:
-        # State that was loaded, or made, before the first step lies on the device.
+        # State that was loaded or made before the first step is on the device.
         optimizer.state[value] = {
             name: local_of(each).to(_HOST) if isinstance(each, Tensor) else each for name, each in state.items()
         }
@@ -178,5 +178,5 @@ def _update(optimizer: Optimizer, copies: _Copies) -> None:
 
 
 def _step_of(kind: type[Optimizer]) -> Any:
-    """Return the step of an optimizer without the hooks around it, which torch puts there for each class."""
+    """Return the `step` of an optimizer class without the hooks that torch adds to each class."""
     return kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]

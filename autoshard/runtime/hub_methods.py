@@ -1,4 +1,4 @@
-"""Methods of Hugging Face's models that a parallelised module refuses, or runs so that ranks stay alike."""
+"""Methods of Hugging Face models that a parallelised module refuses, or runs so that ranks remain equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replace_hub_methods(module: nn.Module) -> None:
         if callable(getattr(part, _RESIZE, None)):
             part.__dict__[_RESIZE] = partial(_refuse_resize, name)
         uncheck_method(part, _SAVE)
-        # A method that the user replaced stays.
+        # A method that the user replaced is not replaced again.
         if callable(getattr(type(part), _SAVE, None)) and _SAVE not in part.__dict__:
             part.__dict__[_SAVE] = MethodType(_save, part)
 
@@ -37,7 +37,7 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Save whole tensors that the caller gathered; without them, raise an `InputError`."""
+    """Save whole tensors that the caller gathered; raise an `InputError` without them."""
     # `distributed_checkpoint=True` writes shards by `torch.distributed.checkpoint`.
     if kwargs.get("state_dict") is None and not kwargs.get("distributed_checkpoint"):
         raise InputError(
@@ -52,7 +52,7 @@ def _save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _unchanged_configs(module: nn.Module) -> Iterator[None]:
-    """Undo what saving writes into configurations: `forward` reads them, and ranks that do not save would differ."""
+    """Undo changes of configurations by saving: `forward` reads them, and ranks that do not save would differ."""
     configs = []
     for part in module.modules():
         adapters = getattr(part, "peft_config", None)

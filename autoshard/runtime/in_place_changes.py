@@ -1,7 +1,7 @@
-"""Tensors of a call besides parameters: changes in place of inputs and buffers, and constants of the module.
+"""Changes in place of a call's inputs and buffers, and constants of the module.
 
-Changes are refused where other tensors share the memory. Constants are tensors that a module holds outside its
-parameters and buffers.
+Changes are refused if other tensors share the memory. Constants are tensors that a module holds outside its parameters
+and buffers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from autoshard.runtime.shards import local_of, redistribute, to_mesh_device, wra
 
 
 def check_changes(step: LocalStep, tensors: Sequence[Tensor]) -> None:
-    """Raise an `InputError` if a call changes memory that several of its tensors use.
+    """Raise an `InputError` if a call changes memory that several of its tensors share.
 
-    The tensors are those of the caller and of the module, in the order of the program's inputs.
+    The tensors are the caller's and the module's, in the order of the program's inputs.
     """
     changed = {border.name for border in step.outputs if border.kind == "mutation"}
     if not changed:
         return
     local_tensors = [(border, local_of(tensor)) for border, tensor in zip(step.inputs, tensors, strict=False)]
     inputs = [(border, tensor) for border, tensor in local_tensors if border.kind == "input"]
-    # Storages are compared first, in a set, since few tensors share one.
+    # Compare storages first, in a set: few tensors share one.
     input_storages = {storage_of(tensor) for _, tensor in inputs}
     for border, tensor in local_tensors:
         if border.name not in changed or storage_of(tensor) not in input_storages:
             continue
-        # The elements of an expanded tensor would be changed several times.
+        # Each element of an expanded tensor would be changed several times.
         if border.kind == "input" and any(not stride and size > 1 for stride, size in _dims(tensor)):
             raise InputError(
                 f"forward changes the input {border.name} in place, and several of its elements are in one place of "
@@ -58,17 +58,17 @@ def _dims(tensor: Tensor) -> zip[tuple[int, int]]:
 
 
 def has_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have an element in common; of unlike dtypes, if the ranges of their bytes overlap."""
+    """Return True if two tensors share an element, or, with different element sizes, if their byte ranges overlap."""
     if storage_of(a) != storage_of(b) or not a.numel() or not b.numel():
         return False
     (start, end), (b_start, b_end) = _bounds(a), _bounds(b)
     if a.dtype != b.dtype:
         width, b_width = a.element_size(), b.element_size()
-        # Elements of unlike sizes have no common grid: ranges of bytes decide, which may refuse too much.
+        # Elements of different sizes have no common grid, so byte ranges decide, which may refuse too much.
         return start * width < b_end * b_width and b_start * b_width < end * width
     if start >= b_end or b_start >= end:
         return False
-    # Ranges overlap, but strides may interleave: mark the elements of one, and look at those of the other.
+    # The ranges overlap, but strides may interleave: mark the elements of one, and look up those of the other.
     first = min(start, b_start)
     with outside_modes():
         marks = torch.zeros(max(end, b_end) - first, dtype=torch.bool, device="cpu")
@@ -77,35 +77,35 @@ def has_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor begins and ends in its memory, in elements."""
+    """Return the first and the end offset of a tensor in its memory, in elements."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum(stride * (size - 1) for stride, size in _dims(tensor))
 
 
 def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-    """Write this rank's parts of the new values of buffers and inputs, outputs of the program, to their tensors.
+    """Write this rank's parts of new values of buffers and inputs, which the program returns, to their tensors.
 
     Args:
         step: the step of the program.
         changes: the new values, by the names of the tensors.
-        tensors: those of the caller and of the module, in the order of the program's inputs.
+        tensors: the caller's and the module's tensors, in the order of the program's inputs.
     """
     if not changes:
         return
     targets, values = [], []
     for source, tensor in zip(step.inputs, tensors, strict=False):
         value = changes.get(source.name)
-        # The program may have written into it.
+        # If the value is the tensor's own memory, the program has written to it directly.
         if value is None or source.kind == "tangent" or value is local_of(tensor):
             continue
-        # The caller has placed a `DTensor` that is an input; the program may place it otherwise.
+        # The caller's `DTensor` input may be placed differently in the program.
         placed_otherwise = isinstance(tensor, DTensor) and tensor.placements != source.spec.placements
         if isinstance(tensor, DTensor) and source.kind == "input" and placed_otherwise:
             mesh = tensor.device_mesh
             changed = wrap(value.contiguous(), mesh, source.spec, tensor.shape, tensor.dtype)
             value = local_of(redistribute(changed, tensor.placements))
         target = local_of(tensor)
-        if target.is_conj() or target.is_neg():  # the copy of many refuses them
+        if target.is_conj() or target.is_neg():  # `_foreach_copy_` refuses them
             target.detach().copy_(value)
             continue
         targets.append(target)
@@ -115,7 +115,7 @@ def write_back(step: LocalStep, changes: Mapping[str, Tensor], tensors: Sequence
 
 
 def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any], str] | None:
-    """Return the table and key of a module's attribute that holds the constant, which calls may assign anew."""
+    """Return the table and key of the module's attribute that holds the constant, which calls may reassign."""
     owner, _, name = constant.name.rpartition(".")
     try:
         table = vars(module.get_submodule(owner))
@@ -128,8 +128,8 @@ def _attribute(module: nn.Module, constant: JointInput) -> tuple[dict[str, Any],
 def place_constant(
     module: nn.Module, constant: JointInput, device_mesh: DeviceMesh
 ) -> tuple[dict[str, Any], str] | torch.Tensor | None:
-    """Move a constant to this rank's device, and return where to find it: a table and its key, or the tensor."""
-    # An attribute of the module is replaced. Another tensor may not be the module's alone, and is copied.
+    """Move a constant to this rank's device, and return its location: a table and its key, or the tensor."""
+    # An attribute of the module is replaced. Any other tensor may be shared with others, so it is copied.
     place = _attribute(module, constant)
     if place is not None:
         table, name = place
@@ -139,7 +139,7 @@ def place_constant(
 
 
 def check_constants(graph: JointGraph, module: nn.Module) -> None:
-    """Raise an `InputError` if a constant has no numbers."""
+    """Raise an `InputError` if a constant is on the meta device."""
     for source in graph.inputs:
         if source.kind == "constant" and source.value is None and _attribute(module, source) is None:
             raise InputError(

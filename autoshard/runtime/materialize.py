@@ -1,9 +1,9 @@
-"""Materialization of meta parameters: a rank's parts are allocated, and initialised as one device would do it.
+"""Materialization of meta parameters: each rank allocates its parts, initialised with the numbers of one device.
 
-Every rank runs the initialisers of the whole model, since the random numbers of a parameter depend on all that was
-drawn before. Functions see the whole tensor of one parameter at a time, of which the rank keeps its part: its shard,
-and in a pipeline that of its stages (Rhino 6.3, distributed initialisation). So the numbers are those that one device
-draws, whatever the operators, and the whole model is never in memory.
+Every rank runs the initialisers of the whole model, since the random numbers of a parameter depend on all earlier
+draws. Functions see one whole parameter at a time, of which the rank keeps its part: its shard, and in a pipeline that
+of its stages (Rhino 6.3, distributed initialisation). So the numbers equal those drawn on one device, whatever the
+operators, and the whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Initializer = Callable[[nn.Module], object]
 def materialize_module(
     model: Model, device: torch.device | str | None = None, init: Initializer | None = None
 ) -> Model:
-    """Materialize a module whose parameters are `DTensor`s on one mesh, as `autoshard.materialize` says."""
+    """Materialize a module whose parameters are `DTensor`s on one mesh, as documented in `autoshard.materialize`."""
     mesh = None
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -67,20 +67,20 @@ def materialize_stages(
 ) -> None:
     """Allocate and initialise the meta tensors of this rank's stages, in place.
 
-    A rank holds its parts of its stages' parameters, and one whole parameter at a time besides, as
-    `autoshard.materialize` says. Parameters of the stages stay the same objects. All ranks of the mesh call this
-    together; initialisers that read a tensor of another rank get it from there. A parameter that no stage has is drawn,
-    too, and held until the end.
+    A rank holds its parts of its stages' parameters and, temporarily, one whole parameter, as documented in
+    `autoshard.materialize`. Parameters of the stages remain the same objects. All ranks of the mesh call this together;
+    an initialiser that reads a tensor of another rank receives it from there. A parameter that no stage has is drawn,
+    too, and kept until the end.
 
     Args:
-        model: the whole model, on the meta device; it stays there, but for tensors that it shares with stages. Tensors
-            on another device count as initialised, and so do those that a stage of some rank has on another device.
-        stages: those of this rank. Their parameters, plain ones or `DTensor`s, have the names of the model's.
+        model: the whole model on the meta device, where it remains, except for tensors shared with stages. Tensors on
+            another device count as initialised, also if only a stage of some rank has them on another device.
+        stages: the stages of this rank. Their parameters, plain or `DTensor`s, have the names of the model's.
         device_mesh: the whole mesh.
         axis: the mesh axis along which ranks have different stages.
-        device: of the new tensors; by default the mesh's device type.
-        init: as for `autoshard.materialize`, of submodules of `model`.
-        names: of the tensors of the model to initialise, where they are on the meta device; by default all.
+        device: the device of the new tensors; by default the mesh's device type.
+        init: as for `autoshard.materialize`, called with submodules of `model`.
+        names: the tensors to initialise if they are on the meta device; by default all tensors of the model.
 
     Raises:
         InputError: the device is of another type than the mesh, or a tensor was not initialised.
@@ -93,19 +93,19 @@ def materialize_stages(
 
 
 def allocate(model: nn.Module, device: torch.device, names: Container[str]) -> None:
-    """Allocate, without numbers, those of the named parameters and buffers that are on the meta device."""
+    """Allocate the named parameters and buffers that are on the meta device, without initialising them."""
     _MetaTensors.of(model, names).allocate(model, device)
 
 
 def initialize_shards(
     model: nn.Module, mesh: DeviceMesh, device: torch.device, initialize: Callable[[], object]
 ) -> None:
-    """Call an initialiser of a module whose shards are allocated, with the numbers that one device draws.
+    """Call an initialiser of a module with allocated shards, so that the shards get the numbers of one device.
 
     Args:
         model: a parallelised module.
         mesh: its mesh; all ranks call this together.
-        device: of this rank.
+        device: the device of this rank.
         initialize: writes to the parameters and buffers of the module, which it sees as whole tensors.
     """
     with torch.no_grad():
@@ -115,7 +115,7 @@ def initialize_shards(
 
 
 def _target_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
-    """Return the given device, by default that of the mesh; raise an `InputError` if its type is not the mesh's."""
+    """Return the given device, by default the mesh's; raise an `InputError` if its type is not the mesh's."""
     device = torch.device(mesh.device_type if device is None else device)
     if device.type != mesh.device_type:
         raise InputError(
@@ -127,7 +127,7 @@ def _target_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch
 
 @dataclass(frozen=True, slots=True)
 class _MetaTensors:
-    """The tensors of a model that were on the meta device when the work began.
+    """The tensors of a model that were on the meta device at the start.
 
     Attributes:
         parameters: by their names, aliases included.
@@ -139,7 +139,7 @@ class _MetaTensors:
 
     @staticmethod
     def of(model: nn.Module, names: Container[str] | None = None) -> _MetaTensors:
-        """Return the meta tensors of a model, or those of them with one of these names."""
+        """Return the meta tensors of a model, optionally only those with one of these names."""
 
         def is_selected(name: str, value: Tensor) -> bool:
             return local_of(value).is_meta and (names is None or name in names)
@@ -166,7 +166,7 @@ class _MetaTensors:
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give a parameter on the meta device memory on another one; it stays the same object."""
+    """Allocate a meta parameter on another device; it remains the same object."""
     real: Tensor = torch.empty_like(local_of(parameter), device=device)
     if isinstance(parameter, DTensor):
         real = wrap_like(real, parameter)
@@ -190,7 +190,7 @@ def _initialize(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Call the initialisers of a model, and keep this rank's parts of what they write.
+    """Call the initialisers of a model, and keep this rank's parts of the results.
 
     Raises:
         InputError: a parameter or buffer has not been initialised.
@@ -225,25 +225,25 @@ def _initialize(
 
 
 def _call_initializers(model: nn.Module, init: Initializer | None, work: _MetaTensors) -> None:
-    """Call the initialisers of a model in the order in which one device would."""
+    """Call the initialisers of a model in the order of one device."""
     init_weights = getattr(model, "init_weights", None)
     if init is None and callable(init_weights):
         init_weights()
         return
-    # The other modules were initialised before: to reset them would draw numbers that one device does not draw.
+    # The other modules are initialised already: resetting them would draw additional random numbers.
     meta_modules = {model.get_submodule(name.rpartition(".")[0]) for name in work.by_name}
     for module in _children_first(model, set()):
         if init is not None:
             init(module)
         elif module in meta_modules:
-            # `nn.Transformer` and `nn.MultiheadAttention` have the private one.
+            # `nn.Transformer` and `nn.MultiheadAttention` have the private method.
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 reset()
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every submodule once, in the order in which constructors finish, and draw random numbers."""
+    """Yield every submodule once, in the order in which constructors finish and draw random numbers."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -252,38 +252,38 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def _synchronize_random_state(mesh: DeviceMesh, device: torch.device) -> None:
-    """Give every rank the random state of rank 0, on the CPU and on the device."""
+    """Copy rank 0's random state to every rank, for the CPU and the device."""
     states = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
-        # Devices draw from generators of their own.
+        # Devices have separate generators.
         states.append((accelerator.get_rng_state, accelerator.set_rng_state))
-    # The state is a CPU tensor, and the mesh may broadcast tensors of its device alone.
+    # The state is a CPU tensor, but the mesh may only be able to broadcast tensors of its device.
     for get, set_ in states:
         set_(from_first_rank(get().to(device), mesh).cpu())
 
 
 class _Parts(Protocol):
-    """The tensors of which this rank has a part, or none."""
+    """The tensors of which this rank may have a part."""
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return True if a tensor is one of them."""
 
     def whole(self, tensor: Tensor, written: bool) -> Tensor:
-        """Return the whole tensor that replaces one, with its numbers if any were written."""
+        """Return the whole tensor that replaces a tensor, with its numbers if any were written."""
 
     def keep(self, tensor: Tensor, whole: Tensor) -> None:
-        """Keep this rank's part of the whole tensor, which is no longer used."""
+        """Keep this rank's part of a whole tensor that is no longer used."""
 
     def device_sample(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device of the whole tensor."""
 
     def replace_buffer(self, name: str, buffer: Tensor, new: Tensor) -> None:
-        """Keep the tensor that an initialiser has set in the place of a buffer."""
+        """Keep the tensor that an initialiser assigned instead of a buffer."""
 
 
 class _ModuleParts:
-    """The `DTensor`s of a module, of which every rank has its shard."""
+    """The `DTensor`s of a module; every rank has one shard of each."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -313,9 +313,9 @@ class _ModuleParts:
 
 
 class _StageParts:
-    """The meta tensors of a model, of which this rank has, and now allocates, those of its stages.
+    """The meta tensors of a model; this rank has, and allocates, those of its stages.
 
-    The arguments are those of `materialize_stages`; `work` has the tensors.
+    The arguments are those of `materialize_stages`; `work` contains the tensors.
     """
 
     def __init__(
@@ -332,20 +332,20 @@ class _StageParts:
         self._group = device_mesh.get_group(axis)
         self._device_sample = torch.empty(0, device=device)
         tensors = work.by_name
-        # A tied tensor goes by its first name.
+        # A tied tensor is identified by its first name.
         self._names = {tensor: name for name, tensor in reversed(tensors.items())}
-        # The tensors of this rank's stages for each: none, one, or several where stages share it. As keys: in order.
+        # For each tensor, those of this rank's stages: none, one, or several if stages share it. Dicts keep order.
         self._here: dict[Tensor, dict[Tensor, None]] = {tensor: {} for tensor in self._names}
         for stage in stages:
             held = _MetaTensors.of(stage, tensors)
             held.allocate(stage, device)
             for name, part in held.by_name.items():
                 self._here[tensors[name]][part] = None
-        # The whole tensors of those that no stage has.
+        # The whole tensors of those in no stage.
         self._stageless: dict[Tensor, Tensor] = {}
         names_here = {self._names[tensor] for tensor, parts in self._here.items() if parts}
         names_of_ranks = list(enumerate(gather_from_axis(device_mesh, axis, names_here)))
-        # Of several ranks that have a tensor, the first sends it: it is written last here.
+        # If several ranks have a tensor, the first one sends it: it is written last here.
         self._owner = {name: place for place, names in reversed(names_of_ranks) for name in names}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -355,7 +355,7 @@ class _StageParts:
         owner = self._owner.get(self._names[tensor])
         if written and owner is None:
             return self._stageless.pop(tensor)
-        # Nothing is sent for a tensor that no function has written to: its numbers do not matter.
+        # A tensor that no function has written to is not sent: its numbers do not matter.
         if written and self._here[tensor]:
             value = gather_full_tensor(next(iter(self._here[tensor])))
         else:
@@ -374,7 +374,7 @@ class _StageParts:
         return self._device_sample
 
     def replace_buffer(self, name: str, buffer: Tensor, new: Tensor) -> None:
-        # The model keeps its meta buffer, the stages get the new one.
+        # The model keeps its meta buffer; the stages get the new one.
         set_tensor(self._model, name, buffer)
         for stage in self._stages:
             if name in dict(stage.named_buffers(remove_duplicate=False)):
@@ -384,7 +384,7 @@ class _StageParts:
 def _uninitialized_names(
     model: nn.Module, stages: Sequence[nn.Module], device_mesh: DeviceMesh, axis: str, names: Collection[str] | None
 ) -> frozenset[str]:
-    """Return the names of the model's tensors, or those of `names`, of which no stage on any rank has numbers."""
+    """Return the names, optionally within `names`, of the model's tensors that no stage on any rank has initialised."""
     here = {name for stage in stages for name, tensor in _named_tensors(stage) if not local_of(tensor).is_meta}
     filled = set[str]().union(*gather_from_axis(device_mesh, axis, here))
     # By tensors, not names: a tied tensor is filled under all its names.
@@ -402,10 +402,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _WholeTensors(TorchFunctionMode):
-    """While active, functions of parts get whole plain tensors; their parts are kept after that.
+    """A mode in which functions receive whole plain tensors instead of parts; afterwards the parts are kept.
 
-    A whole tensor exists as long as a function or a view needs it. All ranks call the same functions in the same order,
-    as they do when initialising.
+    A whole tensor exists while a function or a view needs it. All ranks must call the same functions in the same order,
+    as they do in initialisation.
     """
 
     def __init__(self, parts: _Parts) -> None:
@@ -422,12 +422,12 @@ class _WholeTensors(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_metadata(function):
             if _attribute_name(function) in _DEVICE_ATTRIBUTES and args[0] in self._parts:
-                # A meta tensor of the model stands for one on the device of the stages.
+                # A meta tensor of the model represents one on the device of the stages.
                 args = (self._parts.device_sample(args[0]), *args[1:])
             return function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # Whole tensors of earlier functions go first, so that hardly more than one is there at a time.
+        # Release the whole tensors of earlier functions first, so that there is seldom more than one at a time.
         self._release(keep=tensors)
         opened = {tensor: self._stand_in_for(tensor) for tensor in tensors if tensor in self._parts}
         leaves = [opened.get(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -439,7 +439,7 @@ class _WholeTensors(TorchFunctionMode):
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
-        # After a failure, whole tensors may hold anything.
+        # After a failure, whole tensors may contain anything.
         if failure[0] is None:
             self._release(keep=(), views=False)
 
@@ -449,7 +449,7 @@ class _WholeTensors(TorchFunctionMode):
         return self._stand_ins[tensor]
 
     def _release(self, keep: Sequence[Tensor], views: bool = True) -> None:
-        """Keep the parts of all whole tensors but those of `keep` and, with `views`, those that have views."""
+        """Keep the parts of all whole tensors except `keep` and, with `views`, those with views; release them."""
         kept = {id(tensor) for tensor in keep}
         for tensor, stand_in in list(self._stand_ins.items()):
             if id(tensor) in kept or (views and _torch.has_views(stand_in)):
@@ -458,7 +458,7 @@ class _WholeTensors(TorchFunctionMode):
             del self._stand_ins[tensor]
 
 
-# Functions that read or set properties that are known without the whole tensor.
+# Functions that read or set properties known without the whole tensor.
 _METADATA_METHODS = frozenset(
     {
         *("dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"),
@@ -470,7 +470,7 @@ _DATA_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 def _is_metadata(function: Any) -> bool:
-    """Return True if a function reads or sets something else than the numbers of a tensor."""
+    """Return True if a function reads or sets only metadata of a tensor."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return _attribute_name(function) not in _DATA_ATTRIBUTES
@@ -478,5 +478,5 @@ def _is_metadata(function: Any) -> bool:
 
 
 def _attribute_name(function: Any) -> str:
-    """Return the name of the attribute that a function gets or sets; empty for any other function."""
+    """Return the name of the attribute that a function gets or sets; the empty string for any other function."""
     return getattr(getattr(function, "__self__", None), "__name__", "")

@@ -1,4 +1,4 @@
-"""The `forward` of a parallelised module: how it is installed, and what a call does before and after its program."""
+"""The `forward` of a parallelised module: its installation, and the work of a call before and after its program."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Runtime:
     """Runs a parallelised module.
 
     Args:
-        maker: makes the program of a new call, and has the module and its mesh.
+        maker: makes programs of new calls, and has the module and its mesh.
 
     Attributes:
         maker: as given.
-        programs: of the calls of the module.
-        methods_before: the methods that were replaced, which captures run: the module or submodule, the name, and the
-            method. `forward` of the module is the first, once `install` has replaced it.
+        programs: the programs of the module's calls.
+        methods_before: the replaced methods, which captures run: the module or submodule, the name, and the method. The
+            first is `forward` of the module, once `install` has replaced it.
     """
 
     def __init__(self, maker: ProgramMaker) -> None:
@@ -87,17 +87,17 @@ class Runtime:
         self._compiles = False
         self._outputs = CallOutputs.of(maker)
         self._returned_parameters = ReturnedParameters()
-        # Of hooks for all modules.
+        # True once the runtime has warned about global hooks.
         self._has_warned = False
         self._forward: MethodType | None = None
 
     def start(self, example: BoundCall) -> None:
-        """Plan and place now if the example call has arguments, else replicate and plan at the first call.
+        """Plan and place the parameters if the example has arguments; else replicate them and plan at the first call.
 
         Raises:
-            InputError: other ranks have other options, plans or examples; nothing was changed.
+            InputError: the ranks' options, plans or examples differ; nothing was changed.
         """
-        # Weak: what only the module holds disappears when it is replaced, and what remains has another owner.
+        # Weak: a replaced parameter that only the module held disappears; one that remains has another owner.
         before = WeakTensorKeyDictionary({parameter: name for name, parameter in self.module.named_parameters()})
         given = "one" if example.has_arguments else "none"
         check_ranks_agree(
@@ -106,7 +106,7 @@ class Runtime:
             "Call parallelize with the same arguments on all ranks.",
         )
         with contextlib.ExitStack() as undo:
-            # Before the capture, which compares hooks and methods at every call.
+            # Before the capture, because every call compares hooks and methods with those of the capture.
             undo.callback(check_calls(self.module))
             if example.has_arguments:
                 self.programs.for_call(example)
@@ -116,13 +116,13 @@ class Runtime:
         place_buffers(self.module, self.device_mesh)
         install_hooks(self.module)
         self.install()
-        # Parameters that are left are held by somebody else, such as an optimizer that was made before.
+        # Other objects, such as an earlier optimizer, hold the remaining parameters.
         left = {old: self.module.get_parameter(name) for old, name in before.items() if not isinstance(old, DTensor)}
         replace_in_optimizers(left)
         prepare_optimizers(self.module, self.programs.accumulation.check_reduced, hosted=_names_on_host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """Return the runtime of a copy of the module, which shares plan, programs, planner and process groups."""
+        """Return the runtime of a copy of the module, with the same plan, programs, planner and process groups."""
         if self.programs.only_call is not None:
             raise InputError("a stage of a pipeline cannot be deep-copied: copy the module before parallelize.")
         registered = [name for _, name, _ in self.methods_before[1:]]
@@ -139,7 +139,7 @@ class Runtime:
                 "a deep copy of the module would call the original through it. Replace forward before parallelize, or "
                 "copy the module before parallelize and parallelize the copy with the same plan."
             )
-        # While a module is copied, its copy is in the memo. Whoever copies a runtime alone copies its module with it.
+        # While a module is being copied, its copy is in the memo. To copy only a runtime, copy its module, too.
         module = copy.deepcopy(self.module, memo)
         if id(self) in memo:
             copied: Runtime = memo[id(self)]
@@ -168,12 +168,12 @@ class Runtime:
         replace_hub_methods(self.module)
 
     def counted_no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of `autoshard.no_sync` if the plan counts the sums, else one that changes nothing."""
+        """Return the context of `autoshard.no_sync` if the plan accounts for the sums, otherwise an empty context."""
         counted = self.maker.target.options.accumulate > 1
         return self.programs.accumulation.without_reductions() if counted else contextlib.nullcontext()
 
     def replace_method(self, owner: nn.Module, name: str, replacement: Replacement) -> None:
-        """Replace a method of the module or of a submodule; captures run the one before."""
+        """Replace a method of the module or of a submodule; captures run the original method."""
         uncheck_method(owner, name)
         before = getattr(owner, name)
 
@@ -219,16 +219,16 @@ class Runtime:
     # Dynamo would trace the runtime, exchanges between ranks included, and fail.
     @torch.compiler.disable(reason="the programs of a parallelised module are compiled one by one")
     def call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call in code that `torch.compile` traces: programs are compiled from now on, as by `compile=True`."""
+        """Run a call in code traced by `torch.compile`: from now on programs are compiled, as with `compile=True`."""
         self._compiles = True
         return self(*args, **kwargs)
 
     def _decide_input_placements(self, call: BoundCall) -> None:
-        """Decide how the local inputs lie that no call had before."""
+        """Decide the placements of local inputs that no earlier call had."""
         shapes = call.shapes
         if shapes.keys() <= self.programs.input_placements.keys():
             return
-        # Of the rows of a rank, one may be the whole batch of the rank.
+        # A rank's whole batch may be one row.
         placements = self.maker.target.input_pins(self.mesh, shapes, may_be_one=True)
         self.programs.input_placements = placements | self.programs.input_placements
 
@@ -243,8 +243,8 @@ class Runtime:
             for name, tensor in (call.tensors.items() if self.inputs == "local" else ())
             if not isinstance(tensor, DTensor)
         }
-        # A rank with new sizes does not know whether the others have these, so every call is compared: by digests
-        # from host to host, and by texts only where digests differ.
+        # A rank with new sizes does not know whether the others have them, too, so every call is compared: digests
+        # first, between hosts, and texts only if digests differ.
         texts = describe_call(call, split)
         with_lengths = [repr(describe_call(call))] if split else []
         differs, *is_uneven = self.maker.hosts.differ(repr(texts), *with_lengths)
@@ -265,9 +265,9 @@ class Runtime:
         served.compared = True
 
     def _with_shares(self, served: CallProgram, sizes: Sizes, counts: Sequence[int] | None) -> Sizes:
-        """Return the dynamic sizes of a call, with this rank's share of the batch where its program has shares.
+        """Return the dynamic sizes of a call, with this rank's share of the batch if its program has shares.
 
-        The counts are the rows that the ranks passed, or None where they passed the whole batch.
+        The counts are the rows passed by each rank, or None if each passed the whole batch.
         """
         shared = served.program.step.shared
         if shared is None and counts is None:
@@ -288,14 +288,14 @@ class Runtime:
         return {**sizes, **shared.sizes(counts, self.device_mesh.get_local_rank(shared.axis))}
 
     def place_inputs(self, call: BoundCall, names: Collection[str]) -> PlacementsByName:
-        """Make the program of a call without gradients, and return where it wants some inputs, such as a cache, to lie.
+        """Make the program of a call without gradients, and return the placements of some inputs, such as a cache.
 
         The first program of the module also places its parameters. All ranks call this together.
 
         Args:
             call: without gradients, with tensors of global shapes, which may be on the meta device.
-            names: the inputs, which are `DTensor`s, however they lie. The plan decides where they are to lie; a program
-                that is there already has decided it.
+            names: the inputs, `DTensor`s with any placements. The plan decides the returned placements, unless an
+                earlier program did.
 
         Raises:
             AutoshardError: as for a call.
@@ -313,14 +313,14 @@ class Runtime:
         self._returned_parameters.check()
         program = served.accumulating_program(self.programs.accumulation.active)
         step = program.step
-        # The tensors that the user knows, in the order of the program's inputs.
+        # The user's tensors, in the order of the program's inputs.
         sources = find_tensors(step, served.locations, call.tensors_of(served.graph.call), self.device_mesh)
         tensors = local_inputs(step, sources, self.device_mesh)
         check_changes(step, sources)
         with _gradients_of(program):
             results = run_step(program, tensors, sizes)
         borders = list(zip(step.forward_outputs, results, strict=True))
-        # Before anything is changed: flags that the capture took for granted, such as that all numbers are finite.
+        # Before anything is changed: check the capture's assumptions, such as that all numbers are finite.
         served.graph.result.check([result for border, result in borders if border.kind == "output"])
         write_back(step, {border.name: result for border, result in borders if border.kind == "mutation"}, sources)
         outputs = [result for border, result in borders if border.kind != "mutation"]
@@ -338,15 +338,15 @@ class Runtime:
                 outputs = [linked.get(name, output) for name, output in zip(names, outputs, strict=True)]
             self._outputs.restore_same(step, served.graph, outputs, sources)
             self._returned_parameters.watch(step, served.graph, outputs, sources)
-        # What `forward` sets is set after every call, which runs none of its Python code.
+        # A call does not run the Python code of `forward`, so its assignments are applied afterwards.
         served.graph.state.apply_effects(served.graph.result.assigned_tensors(outputs))
         return served.graph.result.unflatten(outputs, (call.args, call.kwargs))
 
     def _with_global_shapes(self, call: BoundCall, is_uneven: bool) -> tuple[BoundCall, list[int] | None]:
         """Return the call with this rank's shards replaced by meta tensors of global shapes.
 
-        Where the ranks of an axis have unequal shares of the batch, also return the number of rows of each. Shards of
-        different lengths, or shares, are told by all ranks to each other.
+        If the ranks of an axis have unequal shares of the batch, also return the number of rows of each. If shards have
+        different lengths, or there are shares, all ranks exchange their shapes.
         """
         counts: list[int] | None = None
 
@@ -365,17 +365,17 @@ class Runtime:
 
 
 def _names_on_host(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters whose optimizer state is on the host."""
+    """Return the names of parameters with optimizer state on the host."""
     return runtime_of(module, "an optimizer's step").maker.hosted or ()
 
 
 def _gradients_of(program: RunnableStep) -> contextlib.AbstractContextManager[object]:
-    """Return a context with gradients, which `forward` may enable where its caller does not, for programs with them."""
+    """Return a context with gradients for programs with them: `forward` may enable them where its caller does not."""
     return contextlib.nullcontext() if program.halves.backward is None else torch.enable_grad()
 
 
 def runtime_of(module: nn.Module, function: str) -> Runtime:
-    """Return the runtime of a parallelised module; raise an `InputError` that names the function for another one."""
+    """Return the runtime of a parallelised module; raise an `InputError` that names the function if there is none."""
     runtime = module.__dict__.get(RUNTIME)
     if not isinstance(runtime, Runtime):
         raise InputError(

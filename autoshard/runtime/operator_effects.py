@@ -1,4 +1,4 @@
-"""What an operator does to its arguments, as its schema and tags tell."""
+"""The effects of an operator on its arguments, derived from its schema and tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the arguments, and the elements of lists among them: no operator nests tensors deeper."""
+    """Yield the arguments, and the elements of lists among them: operators do not nest tensors deeper."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -22,16 +22,16 @@ def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an operator does to its arguments.
+    """Effects of an operator on its arguments.
 
     Attributes:
         draws: True if it draws random numbers.
-        writes: the places of the arguments that it writes, and their names.
-        is_elementwise: True if it writes every element by itself.
+        writes: the positions and names of the arguments that it writes.
+        is_elementwise: True if each element that it writes depends on no other element.
         is_view: True if its results share memory with the first argument.
-        is_wrong: True if torch runs it wrongly on shards.
+        is_wrong: True if torch gives wrong results on shards.
         reshapes: True if it changes the shape of an argument in place.
-        keeps_pieces: True if it is right on any pieces of a tensor, though not element by element.
+        keeps_pieces: True if it is correct on any piece of a tensor, though not elementwise.
     """
 
     draws: bool
@@ -48,10 +48,10 @@ class Effect:
         return list(leaves_of(tuple(values), {}))
 
 
-# Operators that write every element by itself, which torch has no tag for; lists of tensors are written likewise.
+# Elementwise in-place operators that torch does not tag; those on lists of tensors are elementwise, too.
 _ELEMENTWISE = ("copy_", "zero_", "fill_", "_foreach_", "_fused_", "_amp_foreach_")
 
-# Operators that give as many elements as they take, in their places, and norms of all elements.
+# Operators that return as many elements as they take, at the same positions, and norms over all elements.
 _PIECEWISE = {
     *("alias", "clone", "detach", "detach_", "empty_like", "full_like", "ones_like", "zeros_like", "_to_copy"),
     *("linalg_vector_norm", "_foreach_norm"),
@@ -76,6 +76,6 @@ def effect_of(func: Any) -> Effect:
     )
 
 
-# Torch's rules give other numbers: gradients of means are too large by the number of ranks, means are those of the
-# ranks' means where shards are uneven, and convolutions take channels for rows.
+# Torch's rules give different numbers: gradients of means are too large by the number of ranks, means over uneven
+# shards average the ranks' means, and convolutions confuse channels with rows.
 _WRONG = re.compile(r"(mse|smooth_l1|huber|soft_margin)_loss|binary_cross_entropy|convolution")

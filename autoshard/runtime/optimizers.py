@@ -1,4 +1,4 @@
-"""Optimizers of placed parameters: replacement of old parameters, unsupported optimizers, and checkpoints of state."""
+"""Optimizers of placed parameters: replaced parameters, unsupported optimizers, and checkpoints of their state."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from autoshard.runtime.host_states import HostStates, check_elementwise, is_part
 def replace_in_optimizers(replaced: Mapping[Tensor, Tensor]) -> None:
     """Replace old parameters in every optimizer that holds them, at its next step.
 
-    The first backward warns of old parameters that are held by anything but optimizers of torch.
+    The first backward warns if anything but an optimizer of torch holds an old parameter.
 
     Args:
-        replaced: old parameter -> the one that replaced it in the module.
+        replaced: old parameter -> the new parameter of the module.
 
     Raises:
-        PlanError: in `step`, if the optimizer has state for an old parameter, which has the shape of the whole.
+        PlanError: in `step`, if the optimizer has state of an old parameter, whose shape is that of the whole
+            parameter.
     """
     if not replaced:
         return
-    # Old parameters are held weakly. The hook stays, and has nothing to do once they are gone.
+    # Old parameters are held weakly. The hook remains, and does nothing once they are gone.
     waiting = WeakTensorKeyDictionary(dict(replaced))
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,11 +59,11 @@ def _warn_of_unreplaced(waiting: WeakTensorKeyDictionary) -> None:
         for hook in hooks:
             hook.remove()
         if len(waiting):
-            # Parameters in cycles are in use nowhere.
+            # Parameters that only reference cycles hold are not in use.
             gc.collect()
         left = list(waiting.keys())
         if left:
-            # By the type: `isinstance` asks objects for their `__class__`, which may run code of proxies.
+            # By type: `isinstance` reads `__class__`, which may run the code of proxies.
             optimizers = [value for value in gc.get_objects() if issubclass(type(value), Optimizer)]
             groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
             served = {id(parameter) for parameters in groups for parameter in parameters}
@@ -100,18 +101,18 @@ def prepare_optimizers(
 ) -> None:
     """Prepare optimizers of a module's `DTensor` parameters at their first step.
 
-    From then on checkpoints of their state are right (`torch.distributed.checkpoint.state_dict` has an optimizer
-    without state take a step first). Those that can't step on shards raise an `InputError` in `step` first.
+    From then on, checkpoints of their state are correct (`torch.distributed.checkpoint.state_dict` makes an optimizer
+    without state take a step first). `step` of an optimizer that cannot work on shards raises an `InputError` first.
 
     Args:
         module: the module.
         check_gradients: called before every step, or after one with a closure; raises an `InputError` if gradients are
             not ready.
-        prepare: makes checkpoints of an optimizer right.
-        hosted: returns the names of the module's parameters whose optimizer state is on the host.
+        prepare: makes checkpoints of an optimizer correct.
+        hosted: returns the names of the module's parameters with optimizer state on the host.
     """
     watched = weakref.ref(module)
-    # The count of parameters at the last look: an optimizer is checked again where groups were added.
+    # The number of parameters at the last check: an optimizer with new groups is checked again.
     checked_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
     ready: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     hosts: weakref.WeakKeyDictionary[Optimizer, HostStates] = weakref.WeakKeyDictionary()
@@ -119,7 +120,7 @@ def prepare_optimizers(
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_part(optimizer):
             return
-        # A closure, which runs the last backward, comes later.
+        # A closure runs the last backward later.
         has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         if optimizer in ready and not has_closure:
             check_gradients()
@@ -136,7 +137,7 @@ def prepare_optimizers(
             check(optimizer, ours[id(parameter)], parameter)
         if on_host:
             if optimizer not in hosts:
-                # Its hooks run around this step, too: those of all optimizers come first.
+                # Hooks of all optimizers run before its own, so those of this object still run around this step.
                 hosts[optimizer] = HostStates(optimizer)
             hosts[optimizer].hosted = on_host
         if held and optimizer not in ready:
@@ -152,9 +153,9 @@ def prepare_optimizers(
 
 
 def _count_changes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the changes of `DTensor` parameters by `foreach` operators, which autograd does not see.
+    """Increment the version of `DTensor` parameters that `foreach` operators change, which autograd does not see.
 
-    So autograd refuses a backward of a forward before the step, as on one device.
+    So autograd raises its error for a backward whose forward was before the step, as on one device.
     """
     for group in optimizer.param_groups:
         if group.get("foreach"):
@@ -162,14 +163,14 @@ def _count_changes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
             increment_version([parameter for parameter in held if parameter.grad is not None])
 
 
-# Optimizers with operators that change a `DTensor` in place only if it is replicated, and what to use instead.
+# Optimizers whose in-place operators need replicated `DTensor`s, and what to use instead.
 _WHOLE_ONLY: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "Take autoshard.Adafactor, which has the same arguments",
     Rprop: "Take another optimizer",
 }
 
 
-# The operators of `fused=True`. Not every release of torch has rules for all of them on DTensors.
+# The operators of `fused=True`. Not every release of torch has DTensor rules for all of them.
 _FUSED: dict[type[Optimizer], Any] = {
     torch.optim.SGD: torch.ops.aten._fused_sgd_.default,
     torch.optim.Adagrad: torch.ops.aten._fused_adagrad_.default,
@@ -193,7 +194,7 @@ def _check_steps(optimizer: Optimizer, name: str, parameter: Tensor) -> None:
     if isinstance(parameter, DTensor):
         _check_fused(optimizer, name)
     sharded = isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
-    # With `capturable`, on GPUs, Rprop has other code.
+    # On GPUs with `capturable`, Rprop uses other operators.
     capturable = all(group.get("capturable") for group in optimizer.param_groups)
     if not sharded or capturable or isinstance(optimizer, Adafactor):
         return

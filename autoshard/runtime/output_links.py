@@ -1,8 +1,8 @@
-"""Gradients of outputs of a call for others of its outputs, such as those of scores for the features that they are of.
+"""Gradients of a call's outputs with respect to its other outputs, such as of scores with respect to features.
 
-A program is one node of autograd, of which all outputs are siblings. Behind it, every output that is computed from
-another one gets a node of its own, whose inputs are these, as on one device. What flows into them is computed when
-somebody asks: by `retain_grad`, by a hook, or by `inputs` of `backward` and `torch.autograd.grad`.
+A program is one autograd node, and all outputs are its siblings. After it, every output that is computed from other
+outputs gets its own node with these as inputs, as on one device. Gradients with respect to them are computed on
+request: by `retain_grad`, by a hook, or by `inputs` of `backward` and `torch.autograd.grad`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NEEDS_OTHER_OUTPUTS = (
 
 @dataclass(slots=True, eq=False)
 class _CallLinks:
-    """What the links of one call share.
+    """The shared state of one call's links.
 
     Attributes:
-        outputs: the linked outputs by name: weak references, since they may be large, and their hooks.
-        task: the number of the latest run of autograd.
-        reported: in this run, the gradients that links gave to outputs, by name.
+        outputs: the linked outputs by name, with their hooks; weak references, since outputs may be large.
+        task: the id of the latest autograd run.
+        reported: the gradients with respect to outputs that links computed in this run, by name.
     """
 
     outputs: dict[str, tuple[weakref.ref[torch.Tensor], Mapping[Any, Any]]] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class _CallLinks:
     reported: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Forget what was reported in an earlier run of autograd."""
+        """Drop what was reported in an earlier autograd run."""
         if self.task != graph_task():
             self.task, self.reported = graph_task(), {}
 
     def is_watched(self, name: str) -> bool:
-        """Return True if an output keeps its gradient, or has a hook."""
+        """Return True if an output retains its gradient, or has a hook."""
         output, hooks = self.outputs[name]
         tensor = output()
         return bool(hooks) or (tensor is not None and tensor.retains_grad)
@@ -57,11 +57,11 @@ class _CallLinks:
 
 
 def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the outputs of a call that are computed from others, and these, linked as on one device.
+    """Return the outputs that are computed from others, and these others, linked as on one device.
 
     Args:
-        histories: those of one device.
-        outputs: of one program, by name.
+        histories: the output histories of one device.
+        outputs: the outputs of one program, by name.
     """
     candidates = {
         name: tuple(
@@ -73,13 +73,13 @@ def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]
         if output.requires_grad and name not in histories.same
     }
     inner = {ancestor for ancestors in candidates.values() for ancestor in ancestors}
-    # An output has more ancestors than each of them.
+    # An output has more ancestors than any of its ancestors.
     order = sorted((name for name in candidates if name in inner or candidates[name]), key=lambda n: len(candidates[n]))
     if not order:
         return {}
     links = _CallLinks()
     linked: dict[str, torch.Tensor] = {}
-    # A leaf that takes part in every run of autograd that no `inputs` confine.
+    # A leaf that takes part in every autograd run except those with `inputs`.
     probe = torch.empty(0, requires_grad=True)
     for name in order:
         ancestors = candidates[name]
@@ -92,7 +92,7 @@ def link_outputs(histories: OutputHistories, outputs: Mapping[str, torch.Tensor]
 
 
 class OutputOfParallelisedModule(torch.autograd.Function):
-    """An output with the outputs that it is computed from."""
+    """An output, linked to the outputs from which it is computed."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class OutputOfParallelisedModule(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.links, ctx.name, ctx.ancestors = links, name, ancestors
         ctx.set_materialize_grads(False)
-        # A view that autograd refuses to change stays one.
+        # A view that autograd refuses to change remains a view.
         return output.view_as(output) if is_view(output) else output.detach()
 
     @staticmethod
@@ -121,9 +121,9 @@ class OutputOfParallelisedModule(torch.autograd.Function):
 
 
 def _without(gradient: torch.Tensor | None, reported: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the part of the gradient of an output that did not come from other outputs of the program.
+    """Return an output's gradient without the part that came through other outputs of the program.
 
-    The program's own backward carries gradients from output to output already.
+    The program's own backward includes that part.
     """
     if gradient is None or not reported:
         return gradient
@@ -133,13 +133,13 @@ def _without(gradient: torch.Tensor | None, reported: list[torch.Tensor]) -> tor
 
 
 def _between(ctx: Any, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients for those ancestors of an output for which somebody asks."""
+    """Return the requested gradients with respect to ancestors of an output."""
     links: _CallLinks = ctx.links
     probe, program, *ancestors = (node for node, _ in ctx.next_functions)
     asked = [name for name in ctx.ancestors if links.is_watched(name)]
     is_certain = bool(asked)
     if not will_execute(probe):
-        # The gradients of some tensors only: of which, an ancestor among them, autograd does not say.
+        # Only some gradients are requested. Autograd does not say which: any executed live ancestor may be meant.
         asked += [
             name
             for name, node in zip(ctx.ancestors, ancestors, strict=True)
@@ -149,7 +149,7 @@ def _between(ctx: Any, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}
     while not is_program(program):
         program = program.next_functions[0][0]
-    # Where gradients of parameters are computed, too, it may be that only these are asked for.
+    # If gradients of parameters are computed, too, these may be the only ones requested.
     is_certain = is_certain or not will_execute(program)
     try:
         found = gradients_between(program, ctx.name, gradient)

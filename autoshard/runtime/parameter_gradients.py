@@ -1,4 +1,4 @@
-"""Gradients of the parameters of a program: what one backward computes, what several add up, and `.grad`."""
+"""Gradients of a program's parameters: computed by one backward, summed over several, and added to `.grad`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autoshard.size import Sizes
 
 @dataclass(frozen=True, slots=True)
 class ParameterGradients:
-    """Gradients of the parameters of a program, some of which are computed and accumulated without autograd.
+    """Gradients of a program's parameters, some of which are computed and accumulated outside autograd.
 
-    Gradients are named by their places among the step's gradients; `tensors` are the parameters among the inputs.
+    A gradient is identified by its index among the step's gradients; `tensors` are the parameters among the inputs.
     """
 
     program: RunnableStep
@@ -40,13 +40,13 @@ class ParameterGradients:
 
     @torch.no_grad()
     def backward_of_parameters(self, kept: list[Any]) -> None:
-        """Run the second part of the backward half on its arguments."""
+        """Run the second part of the backward half on the arguments that the first part kept."""
         assert self.program.halves.parts is not None
         _, second = self.program.halves.parts
         self._accumulate(self._run(lambda: dict(zip(second.makes, run_graph(second.graph, kept), strict=True)), kept))
 
     def _run(self, run: Callable[[], dict[int, torch.Tensor]], arguments: list[Any]) -> dict[int, torch.Tensor]:
-        """Return the gradients of one run but those that are added up; the last run reduces these."""
+        """Return the gradients of one run, except those to be summed; the last run reduces the sums."""
         reduction, sums = self.program.halves.reduction, self.program.sums
         if reduction is None or sums is None:
             return run()
@@ -57,7 +57,7 @@ class ParameterGradients:
         if sums.is_empty:
             gradients = run()
             return gradients | self._reduce([gradients[place] for place in reduction.places])
-        # Another graph runs instead, which takes the sums, too.
+        # Run another graph instead, which also takes the sums.
         last, end = reduction.last, reduction.end
         candidates = [*arguments, *sums.take()]
         arguments.clear()
@@ -77,13 +77,13 @@ class ParameterGradients:
         return dict(zip(last.makes, results, strict=False))
 
     def _reduce(self, gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return gradients, reduced, in the order in which they are added up; the list is emptied."""
+        """Return reduced gradients, given in the order in which they are summed; the list is emptied."""
         reduction = self.program.halves.reduction
         assert reduction is not None
         return dict(zip(reduction.places, run_graph(reduction.alone, gradients), strict=True))
 
     def keep_sums(self, sums: OpenSums, takes_part: Set[str]) -> None:
-        """Keep the sums to which a backward added gradients; a small parameter gets a gradient of zeros as witness."""
+        """Keep the sums that a backward added to; give the smallest parameter a gradient of zeros as a witness."""
         step, mesh, reduction = self.program.step, self.program.ranks.mesh, self.program.halves.reduction
         assert reduction is not None
         deferred = [step.gradients[place] for place in reduction.places]
@@ -93,14 +93,14 @@ class ParameterGradients:
         smallest = min(deferred, key=lambda border: math.prod(border.local_shape(mesh)))
         border, witness = self._parameters()[smallest.name]
         if witness.grad is None:
-            # Here, since autograd would set it only behind all backwards of the pass.
+            # Set here, because autograd would set it only after all backwards of the pass.
             zeros = torch.zeros(border.local_shape(mesh), dtype=border.dtype, device=self.program.ranks.device)
             witness.grad = autograd_gradient(self.program, border, zeros, dtensor_spec_of(witness))
         sums.keep({border.name for border in deferred}, witness, lambda: self._reduce_sums(sums))
 
     @torch.no_grad()
     def _reduce_sums(self, sums: OpenSums) -> None:
-        """Reduce sums by themselves, and add them to `.grad`."""
+        """Reduce the sums separately, and add them to `.grad`."""
         names, step = set(sums.names), self.program.step
         gradients = self._reduce(sums.take())
         self._accumulate(
@@ -113,7 +113,7 @@ class ParameterGradients:
 
     @torch.no_grad()
     def _accumulate(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Add gradients to `.grad` and run hooks, as the end of a backward does; each is freed after that."""
+        """Add gradients to `.grad` and run hooks, as at the end of a backward; free each afterwards."""
         step = self.program.step
         parameters = self._parameters()
         for place in list(gradients):
@@ -125,7 +125,7 @@ class ParameterGradients:
 def autograd_gradient(
     program: RunnableStep, border: ProgramTensor, gradient: torch.Tensor | None, spec: DTensorSpec | None
 ) -> torch.Tensor | None:
-    """Return a gradient as autograd takes it: without padding, and a placed tensor of the spec of its parameter."""
+    """Return a gradient for autograd: without padding, and as a placed tensor with the spec of its parameter."""
     if gradient is None:
         return None
     gradient = program.unpad(gradient, border)

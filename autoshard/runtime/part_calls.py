@@ -1,4 +1,4 @@
-"""Calls of a part of a parallelised module by itself, or of another method: an error that says what to do."""
+"""Direct calls of submodules, or of other methods, of a parallelised module: an error that says what to do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoshard.runtime._torch import is_mixed_tensors_error, replicates_implicit
 
 
 class PartCallCheck:
-    """A forward pre-hook of a submodule, which programs do not run.
+    """A forward pre-hook of a submodule; it does not run in programs.
 
     Args:
-        path: of the submodule in the parallelised module.
+        path: the path of the submodule in the parallelised module.
 
     Attributes:
         path: as given.
-        allowed: True once the submodule has programs of its own.
+        allowed: True once the submodule has its own programs.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,7 +35,7 @@ class PartCallCheck:
         if self.allowed or replicates_implicitly():
             return
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # Torch runs operators on DTensors alone, and takes numbers in tensors without dims.
+        # Torch can run operators on DTensors only, and accepts plain 0-d tensors.
         if any(isinstance(tensor, DTensor) for tensor in tensors) or not any(tensor.ndim for tensor in tensors):
             return
         if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
@@ -48,10 +48,10 @@ class PartCallCheck:
 
 
 def check_calls(module: nn.Module) -> Callable[[], None]:
-    """Check calls of all submodules with parameters, and of methods, from now on.
+    """From now on, check calls of all submodules with parameters, and of methods.
 
-    The methods are the public ones that the classes of the module and its submodules define, without those of torch and
-    those that were replaced. They run as before, and torch's error in them says what to do.
+    The methods are the public ones defined by the classes of the module and its submodules, except torch's and replaced
+    ones. They run as before, but torch's error in them says what to do.
 
     Returns:
         A function that removes the checks.
@@ -69,7 +69,7 @@ def check_calls(module: nn.Module) -> Callable[[], None]:
             wrappers[kind] = {name: _check_method(name, method) for name, method in _own_methods(kind)}
         for name, wrapper in wrappers[kind].items():
             if name not in part.__dict__:
-                # Bound, so that `copy.deepcopy` binds it to the copy.
+                # A bound method, so that `copy.deepcopy` binds it to the copy.
                 part.__dict__[name] = MethodType(wrapper, part)
                 checked.append((part, name))
 
@@ -88,14 +88,14 @@ def checks_of(part: nn.Module) -> Iterator[PartCallCheck]:
 
 
 def uncheck_method(part: nn.Module, name: str) -> None:
-    """Remove the check of a method, if there is one."""
+    """Remove the check of a method, if any."""
     method = vars(part).get(name)
     if isinstance(method, MethodType) and method.__module__ == __name__:
         del part.__dict__[name]
 
 
 def _own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the public methods of a class that neither torch nor every module has."""
+    """Yield the public methods of a class, except torch's and those of every module."""
     inherited = set(dir(nn.Module))
     for name in dict.fromkeys(name for base in kind.__mro__ for name in vars(base)):
         if name.startswith("_") or name in inherited:
@@ -107,15 +107,15 @@ def _own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _check_method(name: str, method: FunctionType) -> Callable[..., Any]:
-    """Return a method that calls the one of its class, and raises the error of mixed tensors with what to register."""
+    """Return a method that calls the class's method, and adds to the error about mixed tensors what to register."""
 
-    # Keeps the name of this file, by which `uncheck_method` and captures know a check.
+    # Keeps this file's name, by which `uncheck_method` and captures recognise a check.
     @functools.wraps(method, assigned=("__qualname__", "__doc__"))
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(type(self), name)(self, *args, **kwargs)
         except (RuntimeError, InputError) as error:
-            # Who passes DTensors knows how tensors lie.
+            # A caller that passes DTensors handles placements itself.
             leaves = pytree.tree_leaves((args, kwargs))
             if not is_mixed_tensors_error(error) or any(isinstance(leaf, DTensor) for leaf in leaves):
                 raise
@@ -126,6 +126,6 @@ def _check_method(name: str, method: FunctionType) -> Callable[..., Any]:
                 "method programs of their own. If another method calls it, register that one instead."
             ) from error
 
-    # Pickles find a method by its name.
+    # Pickling finds a method by its name.
     call.__name__ = name
     return call

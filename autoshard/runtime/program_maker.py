@@ -1,4 +1,4 @@
-"""The programs of a parallelised module: its calls are captured and planned, and its parameters placed."""
+"""Programs of a parallelised module: captures and plans its calls, and places its parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Call(Protocol):
 
 
 class CallPlanner(Protocol):
-    """Plans the calls of the module; `autoshard.planner.module_planner.ModulePlanner` does, and documents these."""
+    """Plans the calls of the module; implemented and documented by `autoshard.planner.module_planner.ModulePlanner`."""
 
     requested: Target
     target: Target
@@ -85,21 +85,21 @@ class CallPlanner(Protocol):
 
 
 class ProgramMaker:
-    """Makes the programs of the calls of one module; places its parameters with the first.
+    """Makes the programs of one module's calls, and places its parameters with the first one.
 
     Args:
         module, device_mesh, plan: as for `autoshard.parallelize`.
         planner: plans the calls of the module.
-        part: the number of this module, if it is a part of a larger one whose other parts run on other ranks.
-        later: a list to which every backward, once it has the gradients of inputs, appends the function that computes
-            and accumulates those of parameters; None to compute them at once.
-        sums: the sums of gradients that are reduced by the last of several backwards; None to reduce in each.
-        reduced: the time to reduce gradients that are smaller once reduced.
+        part: the index of this module if it is a part of a larger one whose other parts run on other ranks.
+        later: a list to which every backward, after the gradients of inputs, appends a function that computes and
+            accumulates those of parameters; None to compute them at once.
+        sums: the sums of gradients, reduced by the last of several backwards; None to reduce in each backward.
+        reduced: when to reduce gradients that become smaller by reduction.
 
     Attributes:
-        hosts: groups of the mesh's ranks that send tensors on the CPU.
+        hosts: process groups of the mesh for CPU tensors.
         placed: the placements of parameters and buffers by name; None before a plan has placed them.
-        hosted: the names of parameters whose optimizer state is on the host; None before a call with gradients.
+        hosted: the names of parameters with optimizer state on the host; None before a call with gradients.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ProgramMaker:
         self._seeds = Seeds(device_mesh, self.hosts)
 
     def for_module(self, module: nn.Module) -> ProgramMaker:
-        """Return the maker for a copy of the module: placements, plan, planner, process groups and seeds are shared."""
+        """Return the maker for a copy of the module; it shares placements, plan, planner, process groups and seeds."""
         maker = copy.copy(self)
         maker.module, maker.planner = module, self.planner.for_module(module)
         return maker
@@ -141,7 +141,7 @@ class ProgramMaker:
 
     @property
     def shares(self) -> tuple[int, tuple[int, ...]] | None:
-        """A mesh axis and the shares of its ranks; None for equal ones. The first plan settles `shares="auto"`."""
+        """A mesh axis and the shares of its ranks; None if equal. The first plan resolves `shares="auto"`."""
         shares = self.planner.requested.shares
         if not isinstance(shares, Mapping):
             return None
@@ -149,7 +149,7 @@ class ProgramMaker:
         return self.mesh.index(axis), tuple(counts)
 
     def option_texts(self) -> dict[str, str]:
-        """Return the options and the plan that all ranks must have in common, as texts by their names."""
+        """Return the options and the plan, which must be equal on all ranks, as texts by their names."""
         plan, options = self.plan, self.target.options
         wanted: dict[str, Any] = {name: getattr(self.target, name) for name in ("inputs", "outputs", "data_axes")}
         wanted |= {"mp_policy": options.mp_policy}
@@ -165,7 +165,7 @@ class ProgramMaker:
         }
 
     def replicate_parameters(self) -> None:
-        """Place all parameters whole on every rank, until the first call is planned."""
+        """Replicate all parameters on every rank, until the first call is planned."""
         check_parameters(self.module)
         whole = Spec.all_replicated(self.mesh.ndim)
         place_parameters(self.module, {name: whole for name, _ in self.module.named_parameters()}, self.device_mesh)
@@ -178,24 +178,24 @@ class ProgramMaker:
 
         Args:
             call: the call.
-            programs: those of the call's signature in other states of the module, by the fingerprints of their graphs.
-            input_pins: the placements of inputs in the program, as far as they are known.
+            programs: programs of the signature for other states of the module, by the fingerprints of their graphs.
+            input_pins: the known placements of inputs in the program.
         """
         make_state_whole(self.module)
         if self._logits_room is None:
-            # Devices and limits of other ranks may differ, and all capture one graph.
+            # Devices and limits may differ between ranks, but all must capture the same graph.
             text = from_first_rank(self.device_mesh, lambda: str(self.planner.logits_room))
             self._logits_room = float(text)
         captured = on_all_ranks(self.device_mesh, lambda: self._capture(call, input_pins))
         graph = captured.graph
-        # Before planning: a module that alternates between two states would be planned at every change.
+        # Before planning: otherwise a module that alternates between two states would be planned at every change.
         program = self._program_of_equal_graph(graph, programs)
         if program is not None:
             return graph, program
         plan, captured = self._agree_on_plan(captured)
         planned = on_all_ranks(self.device_mesh, lambda: self.planner.apply(captured, plan, given=plan is self.plan))
         ranks = Ranks(self.device_mesh, torch.device(self.device_mesh.device_type), self._part, self._seeds)
-        # Who differentiates more than the loss is given reduced gradients at once.
+        # If more than the loss is differentiated, gradients are reduced at once.
         sums = self._sums if call.tangents == "loss" else None
         compile = self.target.options.compile
         step, halves = build_program(
@@ -213,9 +213,9 @@ class ProgramMaker:
             self._place_new(plan)
         if self.hosted is None and graph.gradients:
             self.hosted = plan.hosted
-        # Tables of prices are large, and the next call may never need a plan.
+        # Price tables are large, and a later call may never need planning.
         self.planner.forget()
-        # Programs of pipelines are made as they run; nobody asks for more of one that differentiates all outputs.
+        # A pipeline's programs are made in their final form; one that differentiates all outputs is not split again.
         split = None
         if sums is None and call.tangents == "loss":
             split = functools.partial(split_again, step)
@@ -223,10 +223,8 @@ class ProgramMaker:
         return planned.graph, program
 
     def _program_of_equal_graph(self, graph: JointGraph, programs: Mapping[str, RunnableStep]) -> RunnableStep | None:
-        """Return the program of another state of the module in which the graph was equal, such as before an attribute
-        that `forward` sets was set; None where there is none.
-        """
-        # Parameters of new modules have to be placed.
+        """Return the program of an equal graph in another state of the module, as before `forward` set attributes."""
+        # Parameters of new modules must be placed first.
         if not programs or not all(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             return None
         texts = {"the graph": graph.fingerprint[:12] if graph.fingerprint in programs else "a new one"}
@@ -251,7 +249,7 @@ class ProgramMaker:
         return captured
 
     def _current_placements(self) -> PlacementsByName | None:
-        """Return the placements of all that was placed, and of parameters of new modules that have such names."""
+        """Return the placements of everything placed so far, and of parameters of new modules with the same names."""
         if self.placed is None:
             return None
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -266,7 +264,7 @@ class ProgramMaker:
         return current
 
     def _agree_on_plan(self, call: Call) -> tuple[ShardingPlan, Call]:
-        """Return the plan that the user gave, for the first call; else the first rank's; and the call in its form."""
+        """Return the user's plan, for the first call, or the first rank's, and the call in the plan's form."""
         graph = call.graph
         held = {
             name: tuple(source.node.meta["val"].shape)
@@ -286,10 +284,10 @@ class ProgramMaker:
                 "check what hangs on chance (Python's random, NumPy's), on the rank, or on attributes that are not the "
                 "same on all ranks.",
             )
-            # Only rank 0 plans, and sends the plan as text: a search under a time limit ends differently on every rank.
+            # Rank 0 plans and sends the plan as text: a search under a time limit ends differently on every rank.
             text = from_first_rank(self.device_mesh, lambda: self.planner.plan(call).to_json())
             decided = ShardingPlan.from_json(text)
-        # Errors are raised on all ranks together: a rank that failed alone would leave the others in a collective.
+        # Errors are raised on all ranks together: otherwise the other ranks would wait in a collective.
         planned = on_all_ranks(self.device_mesh, lambda: self.planner.form_of(call, decided))
         on_all_ranks(self.device_mesh, lambda: decided.check(self.mesh, planned.graph.fingerprint, held))
         return decided, planned
@@ -302,7 +300,7 @@ class ProgramMaker:
         self.module.sharding_plan = decided  # type: ignore[assignment]
 
     def _place_new(self, decided: ShardingPlan) -> None:
-        """Place the parameters of modules that were added since, and give them to optimizers that hold them."""
+        """Place the parameters of modules added since, and replace them in optimizers that hold them."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         plain = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
         if not plain:
@@ -314,7 +312,7 @@ class ProgramMaker:
             for lying in [decided.placements.get(name, whole)]
         }
         before = WeakTensorKeyDictionary({named[name]: name for name in plain})
-        # References to old parameters would make `replace_in_optimizers` find an owner of each.
+        # With these references, `replace_in_optimizers` would find an owner of each parameter.
         del named
         place_parameters(self.module, specs, self.device_mesh)
         for name in plain:
@@ -323,6 +321,6 @@ class ProgramMaker:
 
 
 def _digest(plan: ShardingPlan) -> str:
-    """Return a digest of the decisions of a plan; the time and place of planning have no part in it."""
+    """Return a digest of a plan's decisions, independent of when and where it was planned."""
     decided = json.dumps([plan.decisions, plan.recomputed, plan.offloaded], sort_keys=True, default=str)
     return hashlib.blake2b(decided.encode(), digest_size=6).hexdigest()

@@ -1,4 +1,4 @@
-"""The tensors that a program takes: those of the module, found where it holds them, and those of a call."""
+"""The tensors of a program: those of the module, looked up where it holds them, and those of a call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Place:
     """Where a module holds a tensor.
 
     Attributes:
-        table: of parameters or buffers.
-        key: of the tensor in the table.
-        spec: of a parameter: how it lies.
-        ties: other tables and keys that hold the same parameter.
+        table: the table of parameters or buffers.
+        key: the key in the table.
+        spec: the spec of a parameter; None for others.
+        ties: other tables and keys with the same parameter.
     """
 
     table: dict[str, Any]
@@ -36,7 +36,7 @@ class Place:
     ties: tuple[tuple[dict[str, Any], str], ...] = ()
 
     def holds(self, parameter: Any) -> bool:
-        """Return True for a parameter that the program can take: one that lies as before, under the same names."""
+        """Return True for a parameter that the program can use: its spec and its names are unchanged."""
         if not isinstance(parameter, DTensor) or self.spec is None:
             return False
         spec = dtensor_spec_of(parameter)
@@ -46,13 +46,13 @@ class Place:
 
 
 Location = Place | torch.Tensor | None
-"""Where an input of a program is: a place in the module, the tensor itself, or, with None, in the call."""
+"""Where an input of a program is: a place in the module, the tensor itself, or None for the call."""
 
 
 def locate(
     module: nn.Module, graph: JointGraph, borders: Sequence[ProgramTensor], device_mesh: DeviceMesh
 ) -> tuple[Location, ...]:
-    """Return where the inputs of the program of a graph are; constants of the module move to the rank's device."""
+    """Return the locations of the inputs of a graph's program; move the module's constants to the rank's device."""
     parameters = {parameter: names for parameter, names in names_of_parameters(module).items() if len(names) > 1}
     return tuple(_locate(module, graph, border, device_mesh, parameters) for border in borders)
 
@@ -88,7 +88,7 @@ def _locate(
 def find_tensors(
     step: LocalStep, locations: Sequence[Location], leaves: Iterable[torch.Tensor], device_mesh: DeviceMesh
 ) -> list[torch.Tensor]:
-    """Return the tensors that the user knows, in the order of the program's inputs; those of a call are `leaves`.
+    """Return the user's tensors, in the order of the program's inputs; those of a call are `leaves`.
 
     Raises:
         InputError: a parameter or buffer was replaced or deleted.
@@ -99,7 +99,7 @@ def find_tensors(
             tensor = place.table.get(place.key)
             if tensor is None or (border.kind == "parameter" and not place.holds(tensor)):
                 raise replaced_error(border.name, tensor)
-            # Calls and the user may assign an attribute anew, on any device.
+            # Calls and the user may reassign an attribute, on any device.
             tensors.append(to_mesh_device(tensor.detach(), device_mesh) if border.kind == "constant" else tensor)
         elif place is not None:
             tensors.append(place)
@@ -109,9 +109,9 @@ def find_tensors(
 
 
 def local_inputs(step: LocalStep, tensors: Sequence[torch.Tensor], device_mesh: DeviceMesh) -> list[torch.Tensor]:
-    """Return the tensors of `find_tensors` as the program takes them: inputs local, and contiguous as in the capture.
+    """Return the tensors of `find_tensors` for the program: inputs local, and contiguous as in the capture.
 
-    None is a lazy conjugate or negative of other memory: parameters are not since they were placed.
+    No result is a lazy conjugate or negative view; placement has materialised such parameters.
 
     Raises:
         InputError: a tensor is on the meta device.
@@ -132,7 +132,7 @@ def local_inputs(step: LocalStep, tensors: Sequence[torch.Tensor], device_mesh: 
 
 def _local_input(tensor: torch.Tensor, border: ProgramTensor, device_mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        # Without autograd's part in it, which takes time: a cache is many such inputs of every call.
+        # Skip autograd, which takes time: a cache has many such inputs per call.
         if tensor.placements == border.spec.placements and not tensor.requires_grad:
             return written_out(local_of(tensor)).contiguous()
         return written_out(redistribute(tensor, border.spec.placements).to_local())
@@ -140,7 +140,7 @@ def _local_input(tensor: torch.Tensor, border: ProgramTensor, device_mesh: Devic
 
 
 def replaced_error(name: str, replacement: torch.Tensor | None) -> InputError:
-    """Return the error about a parameter or buffer that was replaced."""
+    """Return the error about a replaced parameter or buffer."""
     if replacement is None:
         what = "deleted, or replaced by what is no parameter,"
     elif isinstance(replacement, DTensor):

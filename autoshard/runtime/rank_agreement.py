@@ -1,6 +1,6 @@
-"""Agreement of all ranks of a mesh: on decisions of the first one, on arguments and batches, on sizes and seeds.
+"""Agreement of all ranks of a mesh on the first rank's decisions, arguments and batches, sizes and seeds.
 
-Objects go through the mesh's own groups. Numbers of every call go from host to host, so that they wait for no device.
+Objects are sent by the mesh's own groups. Numbers of every call are sent between hosts, without waiting for a device.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from autoshard.specs.emitter import collectives
 
 Value = TypeVar("Value")
 
-# Ranks that an error names.
+# The number of ranks that an error names.
 _SHOWN = 8
-# Torch's process group for a world without other processes: there is no rank to agree with.
+# Torch's process group for a world of one process, where there is no rank to agree with.
 _FAKE_BACKEND = "fake"
 
 
 def is_alone(device_mesh: DeviceMesh) -> bool:
-    """Return True if there is no other rank to talk to."""
+    """Return True if there is no other rank."""
     return device_mesh.size() == 1 or dist.get_backend(device_mesh.get_group(0)) == _FAKE_BACKEND
 
 
 def process_rank() -> int:
-    """Return this process's rank in the world, one number also where it holds the tensors of all ranks."""
-    # From torch 2.14 on, `dist.get_rank` gives a number for each rank there, which is no key of a dict.
+    """Return this process's rank in the world: one number even if it simulates all ranks."""
+    # From torch 2.14 on, `dist.get_rank` then returns a number per rank, which cannot be a dict key.
     assert dist.group.WORLD is not None
     return dist.group.WORLD.rank()
 
 
 def is_first_rank(device_mesh: DeviceMesh) -> bool:
-    """Return True if this is the rank that decides for all of the mesh."""
+    """Return True on the rank that decides for the mesh."""
     return all(coordinate == 0 for coordinate in device_mesh.get_coordinate() or ())
 
 
@@ -60,25 +60,25 @@ def gather_from_mesh(device_mesh: DeviceMesh, value: Value) -> dict[int, Value]:
     if is_alone(device_mesh):
         return {process_rank(): value}
     ranks = [(process_rank(), value)]
-    # Along each axis every rank passes on what it has from the axes before: no group of the whole mesh is needed.
+    # Along each axis, ranks pass on what they received along earlier axes: no group of the whole mesh is needed.
     for axis in range(device_mesh.ndim):
         ranks = [pair for pairs in gather_from_axis(device_mesh, axis, ranks) for pair in pairs]
     return dict(sorted(ranks, key=lambda pair: pair[0]))
 
 
 def _broadcast(device_mesh: DeviceMesh, payload: list[object]) -> list[object]:
-    """Send the first rank's payload to every rank."""
-    # Along one axis after the other: each broadcast reaches the ranks whose later coordinates are zero.
+    """Broadcast the first rank's payload to every rank."""
+    # Axis by axis: each broadcast reaches the ranks whose later coordinates are zero.
     for axis in range(device_mesh.ndim):
         dist.broadcast_object_list(payload, group=device_mesh.get_group(axis), group_src=0)
     return payload
 
 
 def from_first_rank(device_mesh: DeviceMesh, make: Callable[[], str]) -> str:
-    """Return on every rank of the mesh the text that `make` returns on the first one.
+    """Return on every rank of the mesh the text that `make` returns on the first rank.
 
     Raises:
-        AutoshardError: the one that `make` raised on the first rank, on every rank, so that none waits for the others.
+        AutoshardError: raised by `make` on the first rank, then on every rank, so that no rank waits for the others.
     """
     if is_alone(device_mesh):
         return make()
@@ -103,7 +103,7 @@ def on_all_ranks(device_mesh: DeviceMesh, make: Callable[[], Value]) -> Value:
     """Return the result of `make` on this rank, once it has succeeded on every rank of the mesh.
 
     Raises:
-        Exception: the error of `make` here; where it failed elsewhere, an AutoshardError that names the rank.
+        Exception: the error of `make` on this rank; if it failed on another, an AutoshardError that names the rank.
     """
     if is_alone(device_mesh):
         return make()
@@ -125,10 +125,10 @@ def _text_of(error: Exception) -> str:
 
 
 def on_first_rank(device_mesh: DeviceMesh, act: Callable[[], object]) -> None:
-    """Call a function on the first rank of the mesh; the others wait until it has succeeded.
+    """Call a function on the first rank of the mesh; the others wait until it succeeds.
 
     Raises:
-        Exception: the error of `act` there; on the others, an AutoshardError that names the rank.
+        Exception: the error of `act` on the first rank; on the others, an AutoshardError that names the rank.
     """
     on_all_ranks(device_mesh, lambda: act() if is_first_rank(device_mesh) else None)
 
@@ -144,11 +144,11 @@ def check_ranks_agree(device_mesh: DeviceMesh, texts: Mapping[str, str], advice:
 
     Args:
         device_mesh: the mesh.
-        texts: for every subject, the text of this rank, to compare and to show.
-        advice: the end of the error, about what to change.
+        texts: for every subject, this rank's text, to compare and to show.
+        advice: the end of the error text: what to change.
 
     Raises:
-        InputError: the texts differ, on every rank; it shows all of them.
+        InputError: the texts differ; raised on every rank, with all of them.
     """
     check_texts_agree(gather_from_mesh(device_mesh, dict(texts)), advice)
 
@@ -157,7 +157,7 @@ def check_texts_agree(texts_by_rank: Mapping[int, Mapping[str, str]], advice: st
     """Compare the texts of ranks, as `check_ranks_agree` does.
 
     Raises:
-        InputError: the texts of a subject differ; it shows those of all ranks.
+        InputError: the texts of a subject differ; the error shows those of all ranks.
     """
     for subject in dict.fromkeys(subject for rank_texts in texts_by_rank.values() for subject in rank_texts):
         by_text: dict[str, list[int]] = {}
@@ -168,10 +168,9 @@ def check_texts_agree(texts_by_rank: Mapping[int, Mapping[str, str]], advice: st
             raise InputError(f"the ranks differ in {subject}: {answers}. {advice}")
 
 
-# Weighted sums that tell one batch of numbers from another; few are enough, since others hardly have equal ones.
+# The number of weighted sums that identify a batch of numbers; few suffice, since others hardly have equal ones.
 _SUMS = 4
-# The part of a tensor's norm by which such sums may differ: unlike devices round their results differently. A guess
-# that works.
+# The tolerance of such sums, relative to the tensor's norm: different devices round differently. A guess that works.
 _TOLERANCE = 1e-2
 Summary = str | tuple[float, ...]
 
@@ -181,15 +180,15 @@ def check_same_inputs(
     inputs: Mapping[str, torch.Tensor],
     placements: Mapping[str, Sequence[Placement]] | None = None,
 ) -> None:
-    """Compare the inputs of a call over all ranks that hold the same: integers exactly, others by weighted sums.
+    """Compare a call's inputs over all ranks with the same part: integers exactly, other numbers by weighted sums.
 
     Args:
         device_mesh: the mesh.
-        inputs: the inputs of this rank.
-        placements: how local inputs lie; None if every rank passes whole ones.
+        inputs: this rank's inputs.
+        placements: the placements of local inputs; None if every rank passes whole ones.
 
     Raises:
-        InputError: a rank has other numbers than the first one that holds the same part, on every rank.
+        InputError: a rank's numbers differ from those of the first rank with the same part; on every rank.
     """
     if is_alone(device_mesh):
         return
@@ -199,7 +198,7 @@ def check_same_inputs(
     for name in summaries:
         row = (placements or {}).get(name, ())
         split = [axis for axis, placement in enumerate(row) if not placement.is_replicate()]
-        # The first rank of each part, by the coordinates on the axes that split the input.
+        # The first rank of each part, by the coordinates on the axes that shard the input.
         first_ranks: dict[tuple[int, ...], int] = {}
         for rank, summary in ranks.items():
             first = first_ranks.setdefault(tuple(coordinates[rank][axis] for axis in split), rank)
@@ -222,14 +221,14 @@ def check_same_inputs(
 
 
 def _summary(tensor: torch.Tensor) -> Summary:
-    """Return a digest of integers; of other numbers, the largest one, the norm, and weighted sums."""
+    """Return a digest of integers; for other numbers, the maximum, the norm, and weighted sums."""
     flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
     if not flat.is_floating_point():
         plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         return hashlib.blake2b(plain.cpu().numpy().tobytes(), digest_size=16).hexdigest()
     flat = flat.nan_to_num().cpu().double()
     largest = flat.abs().max().item() if len(flat) else 0.0
-    # Masks hold the largest numbers of their dtype, whose sums would be infinite.
+    # Masks contain the largest numbers of their dtype, whose sums would overflow.
     flat = flat / largest if largest else flat
     place = torch.arange(len(flat), dtype=torch.float64)
     sums = (torch.dot(flat, torch.cos(place * (0.7 + number))).item() for number in range(_SUMS))
@@ -248,20 +247,20 @@ def _is_close(summary: Summary, expected: Summary) -> bool:
 
 
 class HostGroups:
-    """For every axis of a mesh, a group of this rank's line along it that sends tensors on the CPU."""
+    """For every mesh axis, the group of this rank's line along the axis for CPU tensors."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self._device_mesh = device_mesh
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the groups, in the order of the axes; groups are made at the first use."""
+        """The names of the groups, in the order of the axes; groups are created at the first use."""
         return tuple(host_group(self._device_mesh, axis).group_name for axis in range(self._device_mesh.ndim))
 
     def differ(self, *texts: str) -> list[bool]:
-        """Return for every text, on every rank of the mesh, if one has another; all ranks call this together."""
-        # The largest and the smallest digest, in one message of 16 bytes for a text along each axis. With 7 bytes a
-        # digest fits into an int64, and so does its negative.
+        """Return for every text whether any rank of the mesh has a different one; all ranks call this together."""
+        # Reduce the maximum and the minimum of the digests: one message per axis, 16 bytes per text. A digest of 7
+        # bytes and its negative fit into an int64.
         digests = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in texts]
         numbers = [int.from_bytes(digest, "big") for digest in digests]
         message = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device="cpu")
@@ -283,9 +282,9 @@ class HostGroups:
 
 
 def host_group(device_mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return the group of this rank's line along an axis, or a new one of gloo where that sends no CPU tensors.
+    """Return the group of this rank's line along an axis, or a new gloo group if that one cannot send CPU tensors.
 
-    A process group of NCCL alone (`init_process_group("nccl")`) does not; torch's default, "cpu:gloo,cuda:nccl", does.
+    A process group of NCCL only (`init_process_group("nccl")`) cannot; torch's default, "cpu:gloo,cuda:nccl", can.
     """
     group = device_mesh.get_group(axis)
     if "cpu" in backends(group):
@@ -294,7 +293,7 @@ def host_group(device_mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the name of the backend for every type of device whose tensors a group sends."""
+    """Return the name of a group's backend for every device type that the group supports."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
 
@@ -308,10 +307,10 @@ def coordinates_on(device_mesh: DeviceMesh, device: torch.device) -> tuple[torch
 
 
 class Seeds:
-    """Seeds of the steps on a mesh: drawn from torch's default CPU generator on the first rank, equal on all ranks.
+    """Seeds of steps, equal on all ranks of a mesh: drawn from torch's default CPU generator on the first rank.
 
-    So `torch.manual_seed` on the first rank decides the random numbers of a step. A seed is sent from host to host, so
-    that neither making nor reading it waits for a device.
+    So `torch.manual_seed` on the first rank determines the random numbers of a step. A seed is sent between hosts, so
+    neither drawing nor reading it waits for a device.
     """
 
     def __init__(self, device_mesh: DeviceMesh, hosts: HostGroups | None = None) -> None:
@@ -320,7 +319,7 @@ class Seeds:
 
     def draw(self) -> torch.Tensor:
         """Return the next seed, a 0-d int64 tensor on the CPU; all ranks of the mesh call this together."""
-        # Along each axis, the sum of the first rank's number and zeros from all others.
+        # Along each axis, sum the first rank's number and zeros from all others.
         seed = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
         for coordinate, group in zip(self._coordinates, self._hosts.names, strict=True):
             seed = collectives.all_reduce(seed * (coordinate == 0), "sum", group)

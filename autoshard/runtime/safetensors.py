@@ -23,7 +23,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that only the module has, or only the files, as `load_state_dict` reports them."""
+    """Names that exist only in the module, or only in the files, as `load_state_dict` reports them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -32,7 +32,7 @@ class IncompatibleKeys(NamedTuple):
 def load_module(
     model: nn.Module, paths: Paths, *, strict: bool, device: torch.device | str | None, elsewhere: Container[str] = ()
 ) -> IncompatibleKeys:
-    """Fill a module, as `autoshard.load_safetensors` says; names `elsewhere` are of tensors of other ranks."""
+    """Load a module, as documented in `autoshard.load_safetensors`; names in `elsewhere` are tensors of other ranks."""
     files = {name: stored for name, stored in _stored_tensors(_files(paths)).items() if name not in elsewhere}
     targets = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     # A tied tensor is not missing if any of its names is stored.
@@ -56,7 +56,7 @@ def load_module(
         ]
     if problems:
         raise InputError("the safetensors files do not fit the model:\n" + "\n".join(f"  {line}" for line in problems))
-    # Nothing is allocated before all files are known to fit.
+    # Allocate only after all files have been checked.
     allocate(model, torch.device(device or _device_type(model)), files)
     loaded = model.state_dict(keep_vars=True)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def load_module(
 
 
 def _files(paths: Paths) -> list[Path]:
-    """Return the files behind a file, a folder, an index, or several of these."""
+    """Return the paths of files, given a file, a folder, an index, or several of these."""
     if not isinstance(paths, (str, Path)):
         return [file for path in paths for file in _files(path)]
     path = Path(paths)
@@ -145,12 +145,12 @@ def _read(stored: _StoredTensor, name: str, spec: Spec, mesh: MeshShape, coordin
         return _read_whole(stored, name)
     with _open_file(stored.file) as reader:
         source = reader.get_slice(name)
-        # Slices of the file: a rank reads its own bytes alone.
+        # Slices of the file, so that a rank reads only its own bytes.
         parts = [(block, source[block.whole]) for block in blocks_of(stored.shape, spec, mesh, coordinate)]
         if len(parts) == 1:
             part: Tensor = parts[0][1]
             return part
-        # A slice without elements has the dtype of the file.
+        # An empty slice has the dtype of the file.
         empty = source[tuple(slice(0, 0) for _ in stored.shape)]
         local = empty.new_empty(true_local_shape(stored.shape, spec, mesh, coordinate))
         for block, part in parts:

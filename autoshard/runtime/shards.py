@@ -1,4 +1,4 @@
-"""Tensors as shards: whole tensors cut into `DTensor`s, put into a module in place, and put together again."""
+"""Shards: whole tensors split into `DTensor`s, placed in a module in place, and gathered again."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def coordinate_of(device_mesh: DeviceMesh) -> Coordinate:
 
 
 def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
-    """Return `tensor` as a `DTensor` placed by `spec`, a leaf; rank 0's numbers win, as in DDP.
+    """Return `tensor` as a leaf `DTensor` placed by `spec`, with rank 0's numbers, as in DDP.
 
     Args:
-        tensor: the whole tensor on every rank, or a `DTensor` on the same mesh. That of a tensor on the meta device is
-            there, too, without communication. It is read and not kept.
+        tensor: the whole tensor on every rank, or a `DTensor` on the same mesh. It is read and not kept. A meta tensor
+            gives a meta `DTensor`, without communication.
         device_mesh: the mesh.
         spec: one placement per mesh axis.
 
     Raises:
         ValueError: the spec does not fit the tensor or the mesh.
-        MeshError: the rank is not on the mesh, or a `DTensor` is on another one.
+        MeshError: the rank is not on the mesh, or the `DTensor` is on another mesh.
     """
     check_fits(tensor.shape, spec, device_mesh)
     with torch.no_grad():
@@ -66,10 +66,10 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> DTensor:
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False) -> DTensor:
-    """Return a `DTensor` placed otherwise, differentiably, as `DTensor.redistribute` does.
+    """Return a `DTensor` with other placements, differentiably, as `DTensor.redistribute` does.
 
-    From and to strided pieces it goes by the whole tensor: torch 2.11 refuses some of them, and 2.13 leaves other
-    elements there than it says where several axes are concerned.
+    Strided pieces are gathered to the whole tensor first: torch 2.11 refuses some of these changes, and 2.13 gives
+    wrong elements if several axes are involved.
     """
     if any(split_factor_of(each) > 1 for each in (*tensor.placements, *placements) if is_shard(each)):
         return _Redistribution.apply(tensor, Spec(tuple(placements)))
@@ -92,7 +92,7 @@ class _Redistribution(torch.autograd.Function):
 
 
 def cut(tensor: Tensor, device_mesh: DeviceMesh, spec: Spec) -> Tensor:
-    """Return a copy of this rank's part of a whole tensor that every rank has; nothing is sent."""
+    """Return a copy of this rank's part of a whole tensor that every rank has, without communication."""
     return _cut(tensor.detach(), coordinate_of(device_mesh), MeshShape.of(device_mesh), spec)
 
 
@@ -103,7 +103,7 @@ def _cut(tensor: Tensor, coordinate: Coordinate, mesh: MeshShape, spec: Spec) ->
 
 
 def from_first_rank(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """Return the numbers that the first rank of the mesh has in `tensor`, in place where it is contiguous."""
+    """Broadcast the first rank's `tensor` over the mesh, in place if it is contiguous, and return it."""
     tensor = written_out(tensor.detach()).contiguous()
     # Axis by axis: each broadcast reaches the ranks whose later coordinates are zero.
     for axis in range(device_mesh.ndim):
@@ -113,8 +113,8 @@ def from_first_rank(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a `DTensor` without partial placements, or a plain tensor, in memory of its own."""
-    # `DTensor.full_tensor` is wrong where several axes split one dim into strided pieces.
+    """Return the whole tensor of a `DTensor` without partial placements, or a copy of a plain tensor."""
+    # `DTensor.full_tensor` is wrong if several axes shard one dim into strided pieces.
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     spec, device_mesh = Spec(tensor.placements), tensor.device_mesh
@@ -125,7 +125,7 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     value, shape = local_of(tensor), tuple(tensor.shape)
     if spec.is_replicated:
         return value.clone()
-    # The last axis was split last, so it is joined first.
+    # Axes are joined in reverse order: the last axis was split last.
     for axis in reversed(spec.shard_axes):
         split = _truncated_spec(spec, axis + 1)
         value = _pad(value, _largest_shape(shape, split, mesh))
@@ -136,13 +136,13 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _truncated_spec(spec: Spec, axes: int) -> Spec:
-    """Return the spec with everything replicated from axis number `axes` on."""
+    """Return the spec with all axes from number `axes` on replicated."""
     return Spec.of(*spec.placements[:axes], *Spec.all_replicated(len(spec) - axes))
 
 
 def _largest_shape(shape: Sequence[int], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
-    """Return the least shape that holds the shard of any rank."""
-    # Of even shards all are equal; the coordinates of a large mesh are many.
+    """Return the smallest shape that holds any rank's shard."""
+    # Even shards are equal, so one coordinate is enough; a large mesh has many.
     coordinates = [(0,) * mesh.ndim] if is_even(shape, spec, mesh) else mesh.coordinates()
     shapes = [true_local_shape(shape, spec, mesh, coordinate) for coordinate in coordinates]
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
@@ -155,7 +155,7 @@ def _pad(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @_torch.per_rank
 def _assemble(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, coordinate: Coordinate) -> Tensor:
-    """Put the padded parts of all ranks along the last shard axis, which `gathered` stacks, to their places."""
+    """Copy the padded parts of all ranks along the last shard axis, stacked in `gathered`, to their positions."""
     axis = spec.shard_axes[-1]
     dim = dim_of(spec[axis], len(shape))
     before = local_indices(shape, _truncated_spec(spec, axis), mesh, coordinate)
@@ -164,24 +164,24 @@ def _assemble(gathered: Tensor, shape: tuple[int, ...], spec: Spec, mesh: MeshSh
     for place, part in enumerate(gathered.chunk(mesh.sizes[axis]) if gathered.numel() else ()):
         indices = local_indices(shape, spec, mesh, (*coordinate[:axis], place, *coordinate[axis + 1 :]))
         part = part[tuple(slice(len(along)) for along in indices)]
-        # Strided and uneven parts do not lie in one piece.
+        # Strided and uneven parts are not contiguous.
         where = torch.tensor([position[index] for index in indices[dim]], dtype=torch.int64, device=part.device)
         result.index_copy_(dim, where, part)
     return result
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """Return the tensor, with numbers of its own where it is a lazy conjugate or negative of other memory."""
+    """Return the tensor, materialised if it is a lazy conjugate or negative view."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a `DTensor`, outside autograd, unpadded and shared with it; a plain tensor itself."""
+    """Return the unpadded local tensor of a `DTensor`, outside autograd, sharing memory; a plain tensor itself."""
     return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def wrap(local: Tensor, device_mesh: DeviceMesh, spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-    """Return a `DTensor` around a rank's contiguous, unpadded local tensor, without checks or autograd (about 8 µs)."""
+    """Return a `DTensor` around a contiguous, unpadded local tensor, without checks or autograd (about 8 µs)."""
     placements = _normalize_spec(spec, len(shape)).placements
     return _torch.dtensor(local, _torch.dtensor_spec(device_mesh, placements, shape, dtype))
 
@@ -193,7 +193,7 @@ def wrap_like(local: Tensor, model: DTensor) -> DTensor:
 
 @lru_cache(maxsize=1 << 14)
 def _normalize_spec(spec: Spec, ndim: int) -> Spec:
-    """Return the spec with dims counted from 0, as torch's operators expect them."""
+    """Return the spec with dims counted from 0, as torch's operators expect."""
     for axis in spec.shard_axes:
         placement = spec[axis]
         dim = dim_of(placement, ndim)
@@ -203,8 +203,8 @@ def _normalize_spec(spec: Spec, ndim: int) -> Spec:
 
 
 def check_fits(shape: Sequence[int], spec: Spec, device_mesh: DeviceMesh) -> None:
-    """Raise a `ValueError` unless the spec has a placement per mesh axis, each splitting an existing dim."""
-    # The indices themselves are not wanted: computing them raises what does not fit.
+    """Raise a `ValueError` unless the spec has one placement per mesh axis, each sharding an existing dim."""
+    # The indices are not used: computing them raises the errors.
     local_indices(shape, spec, MeshShape.of(device_mesh), (0,) * device_mesh.ndim)
 
 
@@ -217,21 +217,21 @@ def _check_mesh(tensor: DTensor, device_mesh: DeviceMesh) -> None:
 
 
 def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh) -> None:
-    """Place every parameter of a module, in place: afterwards each is an `nn.Parameter` that is a `DTensor`.
+    """Place every parameter of a module in place, so that each is an `nn.Parameter` that is a `DTensor`.
 
-    A parameter under several names (tied weights) stays one parameter under all of them. Attributes, gradient and
-    hooks stay. Parameters that are `DTensor`s already stay the same objects and change their contents, so that
-    optimizers, hooks and other references to them stay valid.
+    A parameter with several names (tied weights) remains one parameter under all of them. Attributes, gradient and
+    hooks are kept. Parameters that are `DTensor`s already remain the same objects with new contents, so references to
+    them, such as those of optimizers and hooks, remain valid.
 
     Args:
-        module: the module; its buffers are not touched.
-        placements: spec of every parameter, under one of its names or all.
+        module: the module; its buffers are not changed.
+        placements: the spec of every parameter, under any or all of its names.
         device_mesh: the mesh.
 
     Raises:
-        PlanError: a parameter has no placement, or two different ones under two names; a name is no parameter; a
-            placement does not fit the parameter's shape. Nothing is changed then.
-        MeshError: a parameter lies on another mesh already.
+        PlanError: a parameter has no placement, or two different ones under two names; a name is not a parameter; a
+            placement does not fit the parameter's shape. Nothing was changed then.
+        MeshError: a parameter is on another mesh already.
     """
     for names, spec in _parameter_specs(module, placements, device_mesh):
         parameter = module.get_parameter(names[0])
@@ -246,7 +246,7 @@ def replace_parameters(module: nn.Module, placements: Mapping[str, Spec], device
 
 
 def names_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of every parameter: several of tied weights, which are one parameter."""
+    """Return the names of every parameter; a tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -257,7 +257,7 @@ def _parameter_specs(
     module: nn.Module, placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> list[tuple[list[str], Spec]]:
     """Return all names of every parameter, with its spec."""
-    # The result holds no parameter, so that each can be freed as soon as it is placed.
+    # The result holds no parameters, so each can be freed as soon as it is placed.
     names_of = names_of_parameters(module)
     known = {name for names in names_of.values() for name in names}
     unknown = next((name for name in placements if name not in known), None)
@@ -269,7 +269,7 @@ def _parameter_specs(
 def _spec_of(
     parameter: nn.Parameter, names: Sequence[str], placements: Mapping[str, Spec], device_mesh: DeviceMesh
 ) -> Spec:
-    """Return the one spec that the placements give to a parameter under any of its names."""
+    """Return the spec that the placements give a parameter under its names."""
     name_of_spec = {placements[name]: name for name in names if name in placements}
     if not name_of_spec:
         raise PlanError(f"there is no placement for parameter {names[0]!r}: place every parameter of the module.")
@@ -289,7 +289,7 @@ def _spec_of(
 
 
 def parameter_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return `tensor` as a parameter with the attributes and hooks of another, frozen if that is."""
+    """Return `tensor` as a parameter with the attributes and hooks of another, frozen if the other is."""
     placed = nn.Parameter(tensor, parameter.requires_grad)
     if isinstance(parameter, DTensor):
         placed.__class__ = parameter.__class__
@@ -302,7 +302,7 @@ def parameter_like(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _replace_contents(parameter: DTensor, device_mesh: DeviceMesh, spec: Spec) -> None:
-    """Place a `DTensor` parameter anew, and its gradient: the same objects with other contents."""
+    """Change the placements of a `DTensor` parameter and its gradient: same objects, new contents."""
     for tensor in (parameter, parameter.grad):
         if isinstance(tensor, DTensor) and tuple(tensor.placements) != _normalize_spec(spec, tensor.ndim).placements:
             placed = distribute(tensor.detach(), device_mesh, spec)
@@ -310,25 +310,25 @@ def _replace_contents(parameter: DTensor, device_mesh: DeviceMesh, spec: Spec) -
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Assign a parameter, buffer or other tensor under a qualified name; a buffer stays persistent or not."""
+    """Assign a parameter, buffer or other tensor by its qualified name; a buffer keeps its persistence."""
     owner, _, leaf = name.rpartition(".")
-    # Not by `_parameters`: modules may watch assignments, as `nn.LSTM` does.
+    # Not through `_parameters`: modules may watch assignments, as `nn.LSTM` does.
     setattr(module.get_submodule(owner), leaf, value)
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Fill a tensor with a whole one; a `DTensor`, with this rank's part of it."""
+    """Copy a whole tensor into a tensor; a `DTensor` gets this rank's part."""
     part = cut(value, tensor.device_mesh, Spec(tensor.placements)) if isinstance(tensor, DTensor) else value
     local_of(tensor).copy_(part)
 
 
 @torch.no_grad()
 def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Move the buffers of a module to this rank's device, with the numbers that they have on rank 0, as DDP does.
+    """Move a module's buffers to this rank's device, with the numbers of rank 0, as DDP does.
 
-    A buffer that lies on the device already is filled in place. Another one, and one of inference mode, which can't be
-    changed outside of it, is replaced under all its names, as `module.to(device)` replaces buffers; tied ones stay
-    tied. Buffers on the meta device have no numbers yet: they are left to `materialize`.
+    A buffer on the device is filled in place. Other buffers are replaced under all their names, as by
+    `module.to(device)`, and so are inference tensors, which cannot be changed outside inference mode. Tied buffers
+    remain tied. Buffers on the meta device have no numbers yet: `materialize` fills them.
     """
     placed: dict[Tensor, Tensor] = {}
     for owner in module.modules():
@@ -343,14 +343,14 @@ def place_buffers(module: nn.Module, device_mesh: DeviceMesh) -> None:
 
 
 def to_mesh_device(tensor: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """Return the tensor on this rank's device of the mesh, itself where it lies there already."""
-    # A device type without an index is the rank's current device.
+    """Return the tensor on this rank's device of the mesh: the tensor itself if it is there already."""
+    # A device type without an index means the rank's current device.
     return tensor.to(device_mesh.device_type)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of a tensor that one rank holds: its ranges per dim in the whole tensor, and in the local one.
+    """A box of a tensor on one rank: its ranges per dim in the whole tensor and in the local one.
 
     Files are written and read in such blocks.
     """
@@ -368,16 +368,16 @@ class ShardBlock:
 
 
 def blocks_of(shape: Sequence[int], spec: Spec, mesh: MeshShape, coordinate: Sequence[int]) -> Iterator[ShardBlock]:
-    """Yield the blocks of the rank at `coordinate`: one where nothing is strided, none where the shard is empty."""
+    """Yield the blocks of the rank at `coordinate`: one if nothing is strided, none if the shard is empty."""
     indices = local_indices(shape, spec, mesh, coordinate)
-    # A box for every combination of runs of its dims.
+    # One box for every combination of runs of the dims.
     for runs in itertools.product(*(_runs(index) for index in indices)):
         yield ShardBlock(tuple(whole for whole, _ in runs), tuple(local for _, local in runs))
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Return runs of consecutive indices: the range of the indices, and the range of their places."""
-    # Without strides: a large dim is not walked through.
+    """Return runs of consecutive indices: the range of the indices, and the range of their positions."""
+    # A range is one run: a large dim need not be walked.
     if isinstance(indices, range):
         return [(slice(indices.start, indices.stop), slice(0, len(indices)))] if indices else []
     breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]

@@ -1,4 +1,4 @@
-"""A local step that is ready to run: its halves on tensors of this rank."""
+"""A runnable local step: its halves, run on tensors of this rank."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from autoshard.specs.axes import MeshShape
 from autoshard.specs.layout import true_local_shape
 from autoshard.specs.tensors import pad_to
 
-# The golden ratio of 2**64: its multiples differ in many bits.
+# 2**64 divided by the golden ratio: its multiples differ in many bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Ranks:
-    """Arguments of programs that differ from rank to rank: coordinates and groups of a device mesh.
+    """Arguments of programs that differ between ranks: coordinates and groups of a device mesh.
 
     Args:
         device_mesh: the mesh.
         device: where the program runs.
-        part: number of the program among those that run side by side on other ranks, which draw other random numbers.
-        seeds: those of the mesh's steps, which all its programs may share.
+        part: the index of the program among those that run side by side on other ranks, which draw other random
+            numbers.
+        seeds: the seeds of the mesh's steps, which all its programs may share.
     """
 
     def __init__(
@@ -62,29 +63,30 @@ class Ranks:
         return self._seeds.draw() ^ (self._part * _SEED_STRIDE % 2**62)
 
     def arguments(self, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the arguments behind a program's tensors, in the order of `GraphEmitter.add_rank_inputs`."""
+        """Return the arguments that follow a program's tensors, in the order of `GraphEmitter.add_rank_inputs`."""
         return (*self.coordinates, *self.host_coordinates, seed)
 
 
 @dataclass(frozen=True, eq=False)
 class RunnableStep:
-    """A local step ready to run.
+    """A runnable local step.
 
     Attributes:
-        step: its inputs and outputs.
-        halves: its graphs.
+        step: the inputs and outputs.
+        halves: the graphs.
         ranks: this rank's coordinates.
         general: makes the program in which every output has a gradient, for callers that differentiate more than the
-            loss; None where this is that program.
+            loss; None if this program is that one.
         later: a list to which a backward appends the function that computes gradients of parameters, if these are
-            computed later; the halves have parts then.
-        sums: the sums of gradients that are added up over several backwards before they are reduced, if any.
-        split: makes other halves of the step, by `compile` and `reduced` of `split_again`; None if there are no others.
+            computed later; the halves then have parts.
+        sums: the sums of gradients over several backwards before their reduction, if any.
+        split: makes other halves of the step, given `compile` and `reduced` of `split_again`; None if there are no
+            others.
         compiled: True if the halves are compiled.
-        accumulation: what the module's backwards in `autoshard.no_sync` add up; None if its programs are run otherwise.
-        order: of the module's calls; None without.
-        histories: the autograd state that one device gives to the outputs; None if it is that of the program.
-        between: makes the program of the gradients of outputs for other outputs; None where there is none.
+        accumulation: the module's gradients accumulated in `autoshard.no_sync`; None if its programs run otherwise.
+        order: the order of the module's calls, if any.
+        histories: the autograd state of the outputs on one device; None if it is that of the program.
+        between: makes the program of the gradients of outputs for other outputs; None if there is none.
     """
 
     step: LocalStep
@@ -101,7 +103,7 @@ class RunnableStep:
     between: Callable[[], RunnableStep] | None = None
 
     def with_sums(self) -> RunnableStep:
-        """Return the program whose backwards add up gradients in `autoshard.no_sync`; itself if it reduces none."""
+        """Return the program whose backwards accumulate gradients in `autoshard.no_sync`; itself if it reduces none."""
         if self.halves.backward is None or self.split is None or self.accumulation is None:
             return self
         halves = self.split(self.compiled, "step")
@@ -114,13 +116,13 @@ class RunnableStep:
         return replace(self, halves=self.split(True, None), compiled=True)
 
     def local(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
-        """Return the tensors as the program takes them: local, and padded where a dim does not divide."""
+        """Return the tensors for the program: local, and padded where a dim does not divide."""
         pairs = zip(tensors, self.step.inputs, strict=False)
         return [self._pad(local_of(tensor), at(border, sizes)) for tensor, border in pairs]
 
     @functools.cached_property
     def _may_pad(self) -> bool:
-        """True if tensors of the program may be padded: most programs have none that are, and need not look."""
+        """True if tensors of the program may be padded: most programs have none, and skip the check of each."""
         borders = (*self.step.inputs, *self.step.outputs)
         dynamic = any(is_dynamic(size) for border in borders for size in border.shape)
         return dynamic or any(border.is_padded(self.ranks.mesh) for border in borders)
@@ -136,14 +138,14 @@ class RunnableStep:
     def forward(
         self, locals_: Sequence[torch.Tensor], sizes: Sizes, seed: torch.Tensor | None = None
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return outputs, without padding, and saved tensors of the forward half."""
+        """Return the unpadded outputs and the saved tensors of the forward half."""
         seed = self.ranks.seed(self.halves.draws) if seed is None else seed
         numbers = _numbers(self.halves.forward_sizes, sizes)
         with _without_autocast():
             results = self.halves.forward(*locals_, *self.ranks.arguments(seed), *numbers)
         borders = self.step.forward_outputs
         outputs = [
-            # A copy, since the part without padding may be a view of another tensor of the program.
+            # Cloned, because the part without padding may be a view of another tensor of the program.
             self.unpad(result, border).clone() if self._is_padded(border) else result
             for result, border in zip(results, at(borders, sizes), strict=False)
         ]
@@ -153,10 +155,10 @@ class RunnableStep:
 
     @functools.cached_property
     def _shared_outputs(self) -> list[tuple[int, bool]]:
-        """The places of outputs in memory of an input or an earlier output, and True for those to be copied.
+        """The positions of outputs in memory of an input or an earlier output, and True for those to be copied.
 
-        Simplification of the graph makes one tensor of equal ones. Of these, one device has several: a change of one
-        changes no other then, unless it is a view. The tensor of a parameter is no output, which autograd would mark.
+        Simplification of the graph merges equal tensors. On one device these are separate: a change of one does not
+        affect the others, unless it is a view. A parameter's tensor is not an output, because autograd would mark it.
         """
         if self.histories is None:
             return []
@@ -188,7 +190,7 @@ class RunnableStep:
     def backward_of_inputs(
         self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None], sizes: Sizes
     ) -> tuple[dict[int, torch.Tensor], list[Any]]:
-        """Return local gradients of inputs, by place among all gradients, and the arguments of the second part."""
+        """Return local gradients of inputs, by index among all gradients, and the arguments of the second part."""
         assert self.halves.parts is not None
         first, second = self.halves.parts
         arguments = self.arguments(saved, tangents, sizes)
@@ -209,7 +211,7 @@ class RunnableStep:
             for tangent, border in zip(tangents, self.step.tangents, strict=True)
         ]
         arguments = [*saved, *padded, *_numbers(self.halves.backward_sizes, sizes)]
-        # The arguments alone refer to saved tensors now, so that each is freed after its last use.
+        # Now only the arguments refer to saved tensors, so each is freed after its last use.
         saved.clear()
         return arguments
 
@@ -222,7 +224,7 @@ def run_graph(graph: fx.GraphModule, arguments: list[Any]) -> list[torch.Tensor]
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Return a context without autocast: a graph contains the casts of the capture."""
+    """Return a context without autocast: the graph contains the casts made in the capture."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -231,7 +233,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _numbers(expressions: Sequence[sympy.Expr], sizes: Sizes) -> list[int | float]:
-    """Return the values of expressions at these sizes."""
+    """Return the values of expressions for these sizes."""
     values = [evaluate(expression, sizes) for expression in expressions]
     return [int(value) if value.is_Integer else float(value) for value in values]
 

@@ -1,4 +1,4 @@
-"""A local step as one operation of autograd, from and to the tensors that the user knows."""
+"""A local step as one autograd function, on the user's tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run_step(program: RunnableStep, tensors: Sequence[torch.Tensor], sizes: Size
 
     Args:
         program: the step.
-        tensors: for every input that is no tangent: DTensors for parameters, local tensors for the rest.
-        sizes: the call's dynamic sizes, if there are any.
+        tensors: one for every input except tangents: DTensors for parameters, local tensors for the rest.
+        sizes: the call's dynamic sizes, if any.
     """
     if program.halves.backward is None:
         with torch.no_grad():
@@ -36,7 +36,7 @@ def run_step(program: RunnableStep, tensors: Sequence[torch.Tensor], sizes: Size
 
 
 class _ProgramFunction(torch.autograd.Function):
-    """The two halves as one differentiable operation on DTensor parameters and local inputs."""
+    """The two halves as one differentiable function of DTensor parameters and local inputs."""
 
     @staticmethod
     def forward(
@@ -47,11 +47,10 @@ class _ProgramFunction(torch.autograd.Function):
         outputs, saved = program.forward(locals_, sizes, seed)
         outputs = _without_views(outputs)
         ctx.program, ctx.sizes, ctx.seed, ctx.histories = program, sizes, seed, histories
-        # Gradients that do not arrive stay None: zeros would be computed with, and would make a `.grad` where there is
-        # none.
+        # Missing gradients remain None: zeros would cost computation, and create a `.grad` where there is none.
         ctx.set_materialize_grads(False)
-        # Autograd refuses to run a backward whose saved tensors were changed since. An optimizer changes the DTensor
-        # of a parameter, and not the version of the local tensor in it, so DTensors of saved locals are saved, too.
+        # Autograd refuses a backward whose saved tensors were changed. An optimizer changes the version of a
+        # parameter's DTensor, but not of its local tensor, so DTensors of saved local tensors are saved, too.
         held = {id(tensor) for tensor in saved}
         pairs = zip(tensors, locals_, strict=True)
         parameters = [tensor for tensor, local in pairs if isinstance(tensor, DTensor) and id(local) in held]
@@ -62,7 +61,7 @@ class _ProgramFunction(torch.autograd.Function):
         ctx.parameters = [tensor if waits and isinstance(tensor, DTensor) else None for tensor in tensors]
         ctx.whole, ctx.versions = None, []
         if program.general is not None or program.between is not None:
-            # These programs run forward again, from the inputs before the step: buffers may change.
+            # These programs run forward again from the inputs before the step, because buffers may change.
             former = program.step.former_values
             inputs = zip(locals_, program.step.inputs, strict=False)
             ctx.whole = [tensor.clone() if border.name in former else tensor for tensor, border in inputs]
@@ -104,7 +103,7 @@ class _ProgramFunction(torch.autograd.Function):
 
 
 def refuse_transforms(gradients: Sequence[torch.Tensor | None] = ()) -> None:
-    """Refuse a call, or a backward of gradients, in a transform of `torch.func`, whose tensors no program takes."""
+    """Refuse a call, or a backward of gradients, in a `torch.func` transform: programs cannot take its tensors."""
     if transforms_active() or any(gradient is not None and is_batched(gradient) for gradient in gradients):
         raise InputError(
             f"{running_line()} runs a parallelised module in a transform of torch.func (vmap, grad, jacrev, ...) or in "
@@ -115,9 +114,9 @@ def refuse_transforms(gradients: Sequence[torch.Tensor | None] = ()) -> None:
 
 
 class _LastDerivative(torch.autograd.Function):
-    """The identity of gradients, with an error for its derivative: autograd would take them for constants.
+    """The identity of gradients, with an error for its derivative: autograd would treat them as constants.
 
-    Its first arguments are the tensors that the gradients depend on, so that a derivative by these comes here.
+    Its first arguments are the tensors on which the gradients depend, so that derivatives by these reach it.
     """
 
     @staticmethod
@@ -135,19 +134,19 @@ class _LastDerivative(torch.autograd.Function):
 
 
 def _without_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Detach outputs that are views, since autograd refuses to change views that a function returns in place."""
+    """Detach outputs that are views, since autograd refuses in-place changes of views that a function returns."""
     return [tensor.detach() if is_view(tensor) else tensor for tensor in tensors]
 
 
 def _history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the autograd history of this one that does not keep its memory alive."""
+    """Return a tensor with this tensor's autograd history that does not keep its memory alive."""
     if tensor.is_leaf or tensor.ndim == 0 or isinstance(tensor, DTensor):
         return tensor
     return tensor.narrow(0, 0, 0).sum()
 
 
 def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return gradients of the tensors that a program was run with, from those of its outputs."""
+    """Return gradients with respect to the tensors that a program was run with, given those of its outputs."""
     program: RunnableStep = ctx.program
     step = program.step
     gradient_of_output = dict(zip((border.name for border in step.forward_outputs), gradients, strict=True))
@@ -155,7 +154,7 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
     if program.accumulation is not None:
         program.accumulation.forget_zeroed()
     sums = program.sums if isinstance(program.sums, OpenSums) else None
-    # Parameters that take part in the sums alone get gradients, too.
+    # Parameters that have only earlier sums get gradients, too.
     summed = set() if sums is None else set(sums.names)
     if any(gradient is not None and name not in expected for name, gradient in gradient_of_output.items()):
         step, results = _differentiate_all(ctx, program, gradient_of_output)
@@ -164,7 +163,7 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
             # Other ranks may be about to make the general program.
             program.order.begin_known({})
         saved = list(ctx.saved_tensors[: ctx.count])
-        # Frees them after their last use, unless the graph is to be kept.
+        # Frees saved tensors after their last use, unless the graph is retained.
         ctx.maybe_clear_saved_tensors()
         tangents = [gradient_of_output[name] for name in expected]
         parameters = ParameterGradients(program, ctx.parameters)
@@ -175,12 +174,12 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
             program.later.append(lambda: parameters.backward_of_parameters(rest))
         results = {step.gradients[place].name: gradient for place, gradient in local_gradients.items()}
     arrived = {name for name, gradient in gradient_of_output.items() if gradient is not None}
-    # Autograd leaves `.grad` as it is for None, where zeros would make it a tensor.
+    # For None, autograd does not change `.grad`; zeros would create one.
     takes_part = summed | {name for name, sources in step.gradient_sources.items() if sources & arrived}
     if sums is not None and not sums.is_last_backward:
         ParameterGradients(program, ctx.parameters).keep_sums(sums, takes_part)
     elif program.accumulation is not None and not program.accumulation.active:
-        # Of other programs, or of this one where another program ran its backward.
+        # Sums of other programs, or of this one if another program ran its backward.
         program.accumulation.reduce_rest()
     return [
         autograd_gradient(program, at(border, ctx.sizes), results[border.name], spec)
@@ -193,7 +192,7 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch
 def _differentiate_all(
     ctx: Any, program: RunnableStep, gradient_of_output: dict[str, torch.Tensor | None]
 ) -> tuple[LocalStep, dict[str, torch.Tensor]]:
-    """Return gradients where more than the loss is differentiated: the general program runs both halves."""
+    """Return gradients if more than the loss is differentiated: the general program runs both halves."""
     assert program.general is not None
     _check_unchanged(ctx, "a gradient arrived for an output besides the loss")
     general = program.general()
@@ -205,7 +204,7 @@ def _differentiate_all(
 
 
 def _check_unchanged(ctx: Any, what: str) -> None:
-    """Raise an `InputError` if parameters were changed since the forward, which another program is to run again."""
+    """Raise an `InputError` if parameters were changed since the forward, which another program must run again."""
     assert ctx.whole is not None
     if any(tensor._version != version for tensor, version in ctx.versions):
         raise InputError(
@@ -215,17 +214,17 @@ def _check_unchanged(ctx: Any, what: str) -> None:
 
 
 def is_program(node: Any) -> bool:
-    """Return True for the node of autograd that is a run of a program."""
+    """Return True for the autograd node of a program's run."""
     return isinstance(getattr(node, "program", None), RunnableStep)
 
 
 def gradients_between(ctx: Any, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients for outputs of a run, by name, of which others are computed, from that of one output.
+    """Return the gradients of one output with respect to the outputs from which it is computed, by name.
 
     Args:
-        ctx: the run, a node of autograd.
-        name: of the output.
-        gradient: of the output; whole.
+        ctx: the program's run, an autograd node.
+        name: the name of the output.
+        gradient: the gradient of the output, whole.
 
     Raises:
         AutoshardError: there is no such program.

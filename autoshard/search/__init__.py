@@ -1,1 +1,1 @@
-"""Search for the mesh itself: the axes of a number of devices, with and without a pipeline."""
+"""Search for the mesh itself: the axes for a number of devices, with and without a pipeline."""

@@ -1,4 +1,4 @@
-"""The request of a search, and plans of one mesh for it: without a memory limit, within it, and with all effort."""
+"""The request of a search, and plans of one mesh for it: without a memory limit, within it, and at full effort."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from autoshard.search.shapes import PipelineAxis, Shape
 from autoshard.search.step_bounds import resident_bytes, tighten_bound
 from autoshard.specs.axes import MeshShape
 
-# The part of the memory that parameters, gradients and optimizer leave free where there is room for activations.
+# The fraction of memory that must remain after parameters, gradients and optimizer state, for activations.
 _FREE_FRACTION = 0.5
 
-# Of a pipeline that is planned for one number of microbatches: it is idle for less than a quarter of its work.
+# For the first plan of a pipeline, with one number of microbatches: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
 
-# Relative gap at which a problem that was solved quickly is not solved again.
+# Relative gap below which a quickly solved problem is not solved again.
 _PROVED = 1e-4
 
 
@@ -47,13 +47,13 @@ class Request:
     Attributes:
         module: the model.
         graph: the captured step.
-        capture_seconds: of the capture.
-        target: of planning; its memory limit is the bytes that every device may hold.
-        pipelines: the position of the axis of pipelines.
-        batch: samples of the example call, which microbatches split.
+        capture_seconds: seconds of the capture.
+        target: the target of planning; its memory limit is what every device may hold, in bytes.
+        pipelines: the position of the pipeline axis.
+        batch: samples of the example call, which are split into microbatches.
         plan_pipeline: `plan_pipeline` with the captures of the example call.
-        own_memory: True if the memory limit is just the memory of the smallest device. Larger devices of a pipeline may
-            then hold as much as they have.
+        own_memory: True if the memory limit is only the memory of the smallest device. Larger devices of a pipeline may
+            then use all their memory.
     """
 
     module: nn.Module
@@ -78,7 +78,7 @@ class Request:
         return limit
 
     def device_memory(self, shape: Shape) -> float:
-        """Return the bytes that a device of a mesh may hold; of a pipeline, the mean over its ranks."""
+        """Return the bytes that a device of a mesh may hold; for a pipeline, the mean over its ranks."""
         if shape.axis is None or not self.own_memory:
             return self.memory_limit
         devices = stage_devices(self.target.cluster, PipelineMesh.of(shape.mesh, shape.axis))
@@ -86,14 +86,14 @@ class Request:
 
     @property
     def microbatch_numbers(self) -> list[int]:
-        """The numbers of microbatches that a pipeline may have."""
+        """The possible numbers of microbatches of a pipeline."""
         divisors = [number for number in range(1, self.batch + 1) if self.batch % number == 0]
         return [number for number in divisors if self.pipeline.microbatches in ("auto", number)] or divisors
 
     def feasible_numbers(self, shape: Shape) -> list[int]:
-        """Return the numbers with a sample in a microbatch for every device of a stage; all numbers if there are none.
+        """Return the numbers with a sample per microbatch for each device of a stage; all numbers if none has.
 
-        In a stage of several hosts, the devices of a host may share a sample.
+        If a stage has several hosts, the devices of a host may share a sample.
         """
         host = self.target.cluster.devices_per_host
         least = shape.devices_per_rank // host if shape.devices_per_rank > host else shape.devices_per_rank
@@ -102,7 +102,7 @@ class Request:
 
 
 class InitialGuess:
-    """Quick guesses of what a step holds: they order the search, and rule nothing out.
+    """Quick guesses of a step's memory: they order the search, but exclude nothing.
 
     Args:
         request: the model, the options and the limits.
@@ -113,18 +113,18 @@ class InitialGuess:
         self._saved = saved_bytes(request.graph)
 
     def has_free_memory(self, shape: Shape) -> bool:
-        """Return True if parameters and all that belongs to them leave much of the memory free."""
+        """Return True if parameters, gradients and optimizer state leave much of the memory free."""
         return self._resident_bytes(shape) <= (1 - _FREE_FRACTION) * self._request.device_memory(shape)
 
     def microbatches(self, shape: Shape) -> int:
-        """Return the number of microbatches that a pipeline is planned for first: about four per rank, or more."""
-        # By `log`, so that half and twice the wanted number are equally far; of these the smaller, with fewer launches.
+        """Return the number of microbatches for the first plan of a pipeline: about four per rank, or more."""
+        # By `log`, so that half and twice the number are equally far; of these the smaller, with fewer launches.
         numbers = self._request.feasible_numbers(shape)
         wanted = _MICROBATCHES_PER_RANK * shape.ranks
         free = self._request.device_memory(shape) - self._resident_bytes(shape)
         nearest = min(numbers, key=lambda number: (abs(math.log(number / wanted)), number))
-        # The first stage saves its part of the model for one microbatch per rank: of all ranks' parts together, one
-        # microbatch of the whole model. More microbatches are smaller ones, and save less.
+        # The first stage saves its part of the model for one microbatch per rank: since all ranks' parts are the whole
+        # model, as much as one microbatch of the whole model. More microbatches are smaller, and save less.
         fitting = (
             number for number in numbers if number >= nearest and self._saved / number / shape.devices_per_rank <= free
         )
@@ -137,23 +137,23 @@ class InitialGuess:
 
 
 def typical_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory, per_host: int) -> int:
-    """Return the bytes that a device holds all through a step in the usual layout of models; this is no bound.
+    """Return the bytes that a device holds throughout a step in the usual layout of models; this is not a bound.
 
-    Parameters, gradients and the optimizer's state are shared by the stages, and in a stage by the devices of a host,
-    between which links are fast; every host of a stage has all of them.
+    Parameters, gradients and optimizer state are divided among the stages, and within a stage among the devices of a
+    host, whose links are fast; every host of a stage holds all of them.
 
     Args:
         graph: the captured step.
         shape: the mesh.
         optimizer: the memory of the optimizer.
-        per_host: devices of a host.
+        per_host: devices per host.
     """
     parts = shape.ranks * min(per_host, shape.devices_per_rank)
     return sum(resident_bytes(graph, parts, optimizer, parameters_only=True))
 
 
 def saved_bytes(graph: JointGraph) -> int:
-    """Return the bytes of the forward half's results that the backward half needs, in whole tensors."""
+    """Return the total bytes of forward results that the backward half needs, as whole tensors."""
     forward = [node for node in graph.graph.nodes if node.op == "call_function" and graph.phase(node) == "forward"]
     saved = {
         value_of(node).name: value_of(node).meta.bytes
@@ -179,8 +179,8 @@ class MeshPlanner:
         deadline: `time.monotonic()` seconds.
 
     Attributes:
-        initial_guess: what to plan first.
-        interrupted: True if Ctrl-C ended the search for a plan, which is then the best one until then.
+        initial_guess: decides what to plan first.
+        interrupted: True if Ctrl-C ended the search for a plan, which is then the best known one.
     """
 
     def __init__(self, request: Request, deadline: float) -> None:
@@ -194,11 +194,11 @@ class MeshPlanner:
         return planner_for(self.request.module, self.request.graph, shape.mesh, target, like=like)
 
     def plan_on(self, mesh: MeshShape, target: Target) -> ShardingPlan:
-        """Return a plan of the whole step on some devices."""
+        """Return a plan of the whole step on the devices of a mesh."""
         return self._plan_mesh(planner_for(self.request.module, self.request.graph, mesh, target), target)
 
     def without_limit(self, row: Row) -> ShardingPlan:
-        """Plan a mesh quickly without a memory limit; its proved lower bound tightens the bound of the mesh."""
+        """Plan a mesh quickly without a memory limit; the proved lower bound tightens the mesh's bound."""
         target = self.target("fast", limited=False)
         row.planner = planner = self.new_planner(row.shape, target)
         plan = self._plan_mesh(planner, target)
@@ -211,12 +211,12 @@ class MeshPlanner:
     def within_limit(self, row: Row) -> ShardingPlan:
         """Plan a mesh quickly within the limit."""
         target = self.target("fast")
-        # The solved problem without a limit is where a search within the limit begins.
+        # A search within the limit begins with the solved problem without a limit.
         unlimited = None if row.planner is None else row.planner.unlimited
         return self._plan_mesh(self.new_planner(row.shape, target, like=row.planner), target, unlimited)
 
     def plan_thoroughly(self, row: Row) -> ShardingPlan:
-        """Plan a mesh with the effort asked for."""
+        """Plan a mesh with the requested effort."""
         target = self.target()
         quick = None if row.planner is None else row.planner.unlimited
         if quick is not None and quick.cost - quick.lower_bound > _PROVED * quick.cost:
@@ -224,7 +224,7 @@ class MeshPlanner:
         return self._plan_mesh(self.new_planner(row.shape, target, like=row.planner), target, quick)
 
     def pipeline_of_one_shape(self, row: Row) -> PipelinePlan:
-        """Plan a pipeline of one shape, or of all shapes if that has no plan."""
+        """Plan a pipeline of one shape, or of all shapes if that one has no plan."""
         request, shape = self.request, row.shape
         number = self.initial_guess.microbatches(shape)
         virtual = 1 if request.pipeline.virtual == "auto" else request.pipeline.virtual
@@ -232,23 +232,23 @@ class MeshPlanner:
         try:
             return self._plan_pipeline(row, number, virtual, self.target("fast"))
         except (BudgetError, PipelineError):
-            # The guess may hold too much, or have no schedule; another shape may do.
+            # The guessed shape may need too much memory, or have no schedule; another one may work.
             if row.covers_all_shapes or time.monotonic() > self.deadline:
                 raise
         row.covers_all_shapes = True
         return self.plan_pipeline(row, "fast")
 
     def plan_pipeline(self, row: Row, effort: str | None = None) -> PipelinePlan:
-        """Plan a pipeline of any shape that is asked for."""
+        """Plan a pipeline over all requested shapes."""
         pipeline = self.request.pipeline
         return self._plan_pipeline(row, pipeline.microbatches, pipeline.virtual, self.target(effort))
 
     def plan_with_shares(self, row: Row) -> PipelinePlan:
-        """Plan a pipeline of the shape that it has, with shares in proportion to speed where that is faster."""
+        """Plan a pipeline with its present shape, and with shares in proportion to speed if that is faster."""
         assert row.plan is not None
         assert not isinstance(row.plan, ShardingPlan)
         number, virtual = row.plan.microbatches, row.plan.virtual
-        # The last effort with which this shape was planned: shares should not cost what effort gained.
+        # The last effort with which this shape was planned, so that shares do not lose what the effort gained.
         efforts = [effort for effort, shapes in row.planned_shapes.items() if (number, virtual) in shapes]
         target = replace(self.target(efforts[-1] if efforts else "fast"), shares="auto")
         return self._plan_pipeline(row, number, virtual, target)
@@ -257,7 +257,7 @@ class MeshPlanner:
         self, row: Row, microbatches: int | Literal["auto"], virtual: int | Literal["auto"], target: Target
     ) -> PipelinePlan:
         request, shape, stopping = self.request, row.shape, Stopping(self.deadline)
-        # Without a limit, every rank of a pipeline may use the memory of its own devices.
+        # Without a user's limit, every pipeline rank may use its devices' whole memory.
         if request.own_memory:
             target = replace(target, settings=replace(target.settings, memory_limit=None))
         target = target.in_pipeline
@@ -273,9 +273,9 @@ class MeshPlanner:
         return plan
 
     def target(self, effort: str | None = None, *, limited: bool = True) -> Target:
-        """Return the target of the request with another effort, and at most half of the time that is left."""
+        """Return the target of the request with another effort, and at most half of the remaining time."""
         settings = self.request.target.settings
-        # Half, so that one mesh does not take all of the time from the others.
+        # Half, so that one mesh does not take all time from the others.
         left = max(self.deadline - time.monotonic(), 1e-3)
         changed = replace(
             settings,
@@ -286,7 +286,7 @@ class MeshPlanner:
         return replace(self.request.target, settings=changed, shares=None)
 
     def _plan_mesh(self, planner: Planner, target: Target, unlimited: CandidatePlan | None = None) -> ShardingPlan:
-        # It is of the step without recomputation.
+        # The given planner is for the step without recomputation.
         if target.settings.recompute in ALWAYS_RECOMPUTE:
             unlimited = None
         plan = run_planner(planner, self.request.capture_seconds, target, unlimited, explained=False)

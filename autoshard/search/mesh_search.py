@@ -1,6 +1,6 @@
-"""The search over all meshes of one number of devices: drop by bounds, plan quickly, plan the best with all effort.
+"""The search over all meshes of a number of devices: drop by bounds, plan quickly, plan the best at full effort.
 
-Meshes are also dropped by experience, given the plans of others, and pipelines by estimates of their step.
+Heuristics also drop meshes, given the plans of others, and pipelines, by estimates of their step.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from autoshard.units import format_bytes, format_seconds
 
 _log = logging.getLogger("autoshard")
 
-# If a mesh is slower than the best by more, the meshes that split one of its axes over the same links are not planned:
-# a split gains a few percent, as a rule.
+# If a mesh is slower than the best by more than this, meshes that split one of its axes over the same links are not
+# planned: usually a split gains a few percent.
 _FAR_FACTOR = 1.3
 
-# If a pipeline is slower than the best by more and shorter ones are faster, longer ones are not planned.
+# If a pipeline is slower than the best by more than this, and shorter ones are faster, longer ones are not planned.
 _LONGER_FACTOR = 1.15
 
-# A mesh is planned if it is estimated to be slower than the best by less: estimates are a few percent off.
+# A mesh is planned if its estimate is slower than the best by less than this: estimates are a few percent off.
 CLOSE_FACTOR = 1.03
 
-# A mesh whose quick plan is slower than the best by less is planned with all effort, which gains a few percent.
+# A mesh whose quick plan is slower than the best by less is planned at full effort, which gains a few percent.
 _NEAR_FACTOR = 1.1
 
-# The fastest of the pipelines that were planned for one number of microbatches is planned for any number if it is
-# slower than the best by less. What that gains decides about the others.
+# The fastest of the pipelines planned for one number of microbatches is planned for any number if it is slower than the
+# best by less than this. Its gain decides about the others.
 _ALL_SHAPES_FACTOR = 1.5
 
-# Plans that differ by less may change places within a memory limit.
+# Plans that differ by less than this may change order within a memory limit.
 _TIE_FACTOR = 1.01
 
-# The parts of the work of a microbatch, about equal: forward, gradients of received tensors, and of parameters.
+# The number of about equal parts of a microbatch's work: forward, and gradients of inputs and of parameters.
 _PARTS = 3
 
-# Steps of the bisection for the longest stage: a millionth of the interval is left.
+# Steps of the bisection for the longest stage: they reduce the interval to a millionth.
 _HALVINGS = 20
 
 
 def unpromising_reason(row: Row, rows: Sequence[Row], best: Row, cluster: Cluster) -> str | None:
-    """Return why a mesh is not worth a plan, by plans of the same mesh with axes joined, or of shorter pipelines."""
+    """Return why a mesh is not worth a plan, given plans of the mesh with joined axes, or of shorter pipelines."""
     far = _FAR_FACTOR * best.step_seconds
     for coarser in coarser_shapes(row.shape, cluster):
         known = next((candidate for candidate in rows if candidate.shape == coarser), None)
@@ -79,9 +79,9 @@ def unpromising_reason(row: Row, rows: Sequence[Row], best: Row, cluster: Cluste
 
 
 def slow_pipeline_reason(row: Row, rows: Sequence[Row], best: Row) -> str | None:
-    """Return why a pipeline is not worth a plan, by its estimate and those of planned pipelines; None where it is."""
+    """Return why a pipeline is not worth a plan, given its estimate and those of planned pipelines; None if it is."""
     assert row.estimate is not None
-    # Estimates fall short of plans. The factor is the smallest one of the planned pipelines.
+    # Plans take longer than estimates. Use the smallest factor of the planned pipelines.
     factor = min((known.step_seconds / known.estimate for known in rows if known.plan and known.estimate), default=1.0)
     if row.estimate * factor <= CLOSE_FACTOR * best.step_seconds:
         return None
@@ -89,11 +89,11 @@ def slow_pipeline_reason(row: Row, rows: Sequence[Row], best: Row) -> str | None
 
 
 def slow_within_limit_reason(row: Row, rows: Sequence[Row], best: Row) -> str | None:
-    """Return why a mesh that holds too much is not worth a plan within the limit; None where it is."""
+    """Return why a mesh with too much memory is not worth a plan within the limit; None if it is."""
     assert row.unlimited is not None
     if row.unlimited.seconds >= best.step_seconds:
         return f"without a memory limit it takes {format_seconds(row.unlimited.seconds)} already"
-    # The limit costs at least as much as it cost other meshes that held no more without it; the smallest factor counts.
+    # The limit costs at least as much as for other meshes with no more memory without it; the smallest factor is used.
     factors = (
         known.step_seconds / known.unlimited.seconds
         for known in rows
@@ -106,16 +106,16 @@ def slow_within_limit_reason(row: Row, rows: Sequence[Row], best: Row) -> str | 
 
 
 class PipelineEstimates:
-    """Estimates the steps of pipelines by plans of the whole step on the devices of one stage.
+    """Estimates the steps of pipelines from plans of the whole step on the devices of one stage.
 
-    If one stage's devices take T seconds for all work of a step, the longest stage takes its share of T, where stages
-    are stretches of the operators in their order, as equal as possible; and the last stage waits for the forward of the
-    first microbatch in all others. Such a pipeline has free messages, and gathers its parameters once per step: as a
-    rule, a real one takes longer.
+    If one stage's devices take T seconds for all work of a step, the longest stage takes its share of T, if stages are
+    contiguous ranges of the operators, as equal as possible; and the last stage waits for the forward of the first
+    microbatch in all others. Such a pipeline has free messages, and gathers its parameters once per step, so a real one
+    usually takes longer.
 
     Args:
-        mesh_planner: of the same search.
-        shares: the share of every operator in the work, in their order.
+        mesh_planner: the planner of the same search.
+        shares: the share of every operator in the work, in graph order.
     """
 
     def __init__(self, mesh_planner: MeshPlanner, shares: Sequence[float]) -> None:
@@ -124,7 +124,7 @@ class PipelineEstimates:
         self._whole: dict[tuple[tuple[int, ...], int], float] = {}
 
     def seconds(self, shape: Shape, numbers: Iterable[int]) -> float:
-        """Return the seconds of a step with the best of some numbers of microbatches; 0 where there is no estimate."""
+        """Return the seconds of a step with the best of some numbers of microbatches; 0 if there is no estimate."""
         cluster = self._mesh_planner.request.target.cluster
         assert shape.axis is not None
         speeds = [device.speed for device in stage_devices(cluster, PipelineMesh.of(shape.mesh, shape.axis))]
@@ -140,33 +140,33 @@ class PipelineEstimates:
         key = mesh.sizes, cluster.devices_per_host
         if key not in self._whole:
             target = self._mesh_planner.target("fast", limited=False)
-            # What is recomputed depends on memory; without it the estimate is still below a real pipeline.
+            # Recomputation depends on memory; without it the estimate is still below a real pipeline.
             target = replace(target, settings=replace(target.settings, recompute="none"))
             try:
                 self._whole[key] = self._mesh_planner.plan_on(mesh, stage_target(target, cluster)).step_seconds
             except AutoshardError:
-                # No estimate drops no mesh.
+                # Without an estimate, no mesh is dropped.
                 self._whole[key] = 0.0
         return self._whole[key]
 
 
 def longest_stage(shares: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return the time of the longest stage, relative to that of all work on a device of speed 1.
+    """Return the time of the longest stage, relative to the time of all work on a device with speed 1.
 
     Args:
-        shares: the share of every operator in the work, in their order; stages are stretches of it.
-        speeds: of the devices of every stage.
+        shares: the share of every operator in the work, in graph order; stages are contiguous ranges of operators.
+        speeds: the speed of the devices of every stage.
     """
     ends = np.cumsum([0.0, *shares])
 
     def is_enough(limit: float) -> bool:
-        # Every stage takes as many operators as it can compute within the limit.
+        # Every stage takes as many operators as it can compute within the time.
         done = 0
         for speed in speeds:
             done = int(np.searchsorted(ends, ends[done] + limit * speed, side="right")) - 1
         return done == len(shares)
 
-    # Below: all stages in perfect balance. Above: the slowest stage has one operator more than that.
+    # Lower end: all stages perfectly balanced. Upper end: the slowest stage has one operator more.
     low = 1 / sum(speeds)
     high = low + max(shares, default=0.0) / min(speeds)
     for _ in range(_HALVINGS):
@@ -176,20 +176,19 @@ def longest_stage(shares: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 class MeshSearch(CandidateSearch[Row]):
-    """Searches for the fastest plan that fits, over all meshes of a number of devices.
+    """Searches all meshes of a number of devices for the fastest plan that fits.
 
-    * A mesh is dropped if it can't fit, or can't win, by bounds that need no plan. By experience, it is also dropped if
-      the same mesh with two axes joined, or shorter pipelines, are far slower than the best.
+    * A mesh is dropped if it cannot fit or cannot win, by bounds that need no plan. Heuristically, it is also dropped
+      if the same mesh with two axes joined, or shorter pipelines, are far slower than the best.
     * Each of the others is planned quickly (`effort="fast"`) and without a memory limit: a limit takes most of the
-      time of planning, and a mesh that is slow without a limit need not be planned with one. Pipelines are planned
-      within the limit at once, since their schedules depend on it, and for one number of microbatches. Before that, a
-      pipeline is estimated, by a plan of the whole step on the devices of one stage; it is planned if it may win, given
-      by how little the estimates of planned pipelines fell short.
-    * Pipelines that are nearly as fast as the best are planned with the effort asked for, and for any number of
-      microbatches.
-    * Fast meshes whose plan holds too much are planned within the limit; the first of them is planned at once if no
-      pipeline fits. If the limit slows the first ones down, others that hold as much are not planned.
-    * Other meshes that are nearly as fast as the best are planned with the effort asked for.
+      planning time, and a mesh that is slow without a limit need not be planned with one. Pipelines are planned within
+      the limit at once, since their schedules depend on it, and for one number of microbatches. Before that, a pipeline
+      is estimated, by a plan of the whole step on the devices of one stage; it is planned if it may win, given the
+      smallest excess of planned pipelines over their estimates.
+    * Pipelines nearly as fast as the best are planned with the requested effort, and for any number of microbatches.
+    * Fast meshes whose plan needs too much memory are planned within the limit; the first of them is planned at once if
+      no pipeline fits. If the limit slows the first ones down, others with as much memory are not planned.
+    * Other meshes nearly as fast as the best are planned with the requested effort.
 
     The time limit and Ctrl-C end the search with the best plan so far.
 
@@ -199,7 +198,7 @@ class MeshSearch(CandidateSearch[Row]):
         deadline: `time.monotonic()` seconds at which the search ends with the best plan so far.
 
     Attributes:
-        best: the mesh with the fastest plan that fits; None where there is none yet.
+        best: the mesh with the fastest plan that fits; None if there is none yet.
         notes: the reasons why the search ended early.
         interrupted: True if Ctrl-C ended the search.
     """
@@ -220,8 +219,8 @@ class MeshSearch(CandidateSearch[Row]):
 
         Raises:
             BudgetError: no plan fits; the message names the smallest need.
-            AutoshardError: no mesh could be planned at all; the error is that of the first.
-            KeyboardInterrupt: Ctrl-C before there was any plan.
+            AutoshardError: no mesh could be planned; the error is that of the first.
+            KeyboardInterrupt: Ctrl-C before the first plan was found.
         """
         try:
             self.evaluate_each(
@@ -248,7 +247,7 @@ class MeshSearch(CandidateSearch[Row]):
         return tuple(sorted(map(self._candidate, self._rows), key=place))
 
     def _candidate(self, row: Row) -> MeshCandidate:
-        """Return the line of a mesh in the table."""
+        """Return the table row of a mesh."""
         verdict = row.verdict
         if row is self.best:
             verdict = BEST
@@ -273,7 +272,7 @@ class MeshSearch(CandidateSearch[Row]):
             self.devices, request.target.cluster, request.pipelines, self.mesh_planner.initial_guess.has_free_memory
         )
         optimizer = request.target.settings.optimizer
-        # A hint may not fit the first mesh, and bounds need none.
+        # Without hints: bounds do not need them, and they may not fit the first mesh.
         planner = self.mesh_planner.new_planner(meshes[0], replace(request.target, hints=None))
         work = LeastWork(planner.rules, planner.cost)
         self.estimates = PipelineEstimates(self.mesh_planner, work.shares)
@@ -287,7 +286,7 @@ class MeshSearch(CandidateSearch[Row]):
         ]
 
     def _plan_quickly(self, row: Row) -> None:
-        """Plan a pipeline of one shape within the limit, or another mesh without a limit."""
+        """Plan a pipeline of one shape within the limit, or any other mesh without a limit."""
         with self._record_failure(row):
             if row.shape.axis is not None:
                 self._record_plan(row, self.mesh_planner.pipeline_of_one_shape(row))
@@ -301,10 +300,10 @@ class MeshSearch(CandidateSearch[Row]):
         self._ensure_plan(row)
 
     def _ensure_plan(self, row: Row) -> None:
-        """Make a plan that fits early, for the case that the search ends, and to drop others by it.
+        """Make a plan that fits early, in case the search ends, and as a reference to drop others.
 
-        The first pipeline is that plan if there are pipelines: it is planned within the limit anyhow. If it does not
-        fit, it is the fastest mesh without a limit.
+        If there are pipelines, it is the plan of the first one, which is planned within the limit anyway. If that does
+        not fit, it is the plan of the mesh that is fastest without a limit.
         """
         if self.best is not None or (row.shape.axis is None and self.request.pipelines != "none"):
             return
@@ -313,14 +312,14 @@ class MeshSearch(CandidateSearch[Row]):
                 self._record_plan(fastest, self.mesh_planner.within_limit(fastest))
 
     def _too_large(self) -> list[Row]:
-        """Return meshes whose plan holds too much, and that have not been planned within the limit."""
+        """Return meshes whose plan needs too much memory, and that are not yet planned within the limit."""
         return [row for row in self._rows if row.unlimited and row.plan is None and row.smallest_peak is None]
 
     def _plan_within_limit(self) -> None:
-        """Plan the meshes within the limit that are fast enough without it.
+        """Plan meshes within the limit that are fast enough without it.
 
-        The fastest without a limit are first; of nearly equal ones, those with the fewest axes, which take the least
-        time.
+        The fastest without a limit are first; among nearly equal ones, those with the fewest axes, which take the least
+        planning time.
         """
         rows = self._too_large()
         fastest = min((row.step_seconds for row in rows), default=0.0)
@@ -338,7 +337,7 @@ class MeshSearch(CandidateSearch[Row]):
         self.evaluate_each(rows, drop_reason, evaluate)
 
     def _refine(self, *, pipelines: bool) -> None:
-        """Plan the best and those near it with all effort; and pipelines of any shape."""
+        """Plan the best mesh and close ones at full effort, pipelines of any shape included."""
         fast = self.request.target.settings.effort == "fast"
         shapes_factor = _ALL_SHAPES_FACTOR
         planned = [row for row in self._rows if row.plan is not None and (row.shape.axis is not None) == pipelines]
@@ -352,7 +351,7 @@ class MeshSearch(CandidateSearch[Row]):
             if self._is_late(row):
                 return
             with self._record_failure(row):
-                # A plan of any shape shows what more shapes gain: the others need not be as near if that is little.
+                # A plan over all shapes shows their gain: if it is small, only closer pipelines are worth one.
                 before = row.step_seconds
                 thorough = (
                     self.mesh_planner.plan_thoroughly if row.shape.axis is None else self.mesh_planner.plan_pipeline
@@ -362,7 +361,7 @@ class MeshSearch(CandidateSearch[Row]):
                     shapes_factor = min(shapes_factor, CLOSE_FACTOR * before / row.step_seconds)
 
     def _plan_with_shares(self) -> None:
-        """Plan the best pipeline with shares of microbatches too, if devices differ inside its stages."""
+        """Also plan the best pipeline with shares of microbatches, if devices differ inside its stages."""
         row = self.best
         if row is None or row.shape.axis is None or self.request.target.cluster.is_uniform or self._is_late(row):
             return
@@ -376,7 +375,7 @@ class MeshSearch(CandidateSearch[Row]):
             self.best = row
         for slow in self._rows:
             if slow.plan is not None and slow.step_seconds > _NEAR_FACTOR * self.best.step_seconds:
-                # It is large, and not used any more.
+                # It is large and no longer used.
                 slow.planner = None
                 slow.planned_shapes.clear()
         if self.mesh_planner.interrupted:
@@ -385,7 +384,7 @@ class MeshSearch(CandidateSearch[Row]):
     # Verdicts and notes
 
     def _drop_reason(self, row: Row) -> str | None:
-        """Return why a mesh is not planned, by bounds and by time; None where it is."""
+        """Return why a mesh is not planned, by bounds and by time; None if it is."""
         reason = straddle_reason(row.shape, self.request.target.cluster)
         if reason is not None:
             return f"refused: {reason}"
@@ -398,19 +397,19 @@ class MeshSearch(CandidateSearch[Row]):
         return None
 
     def _unpromising_reason(self, row: Row) -> str | None:
-        """Return why a mesh is not worth a plan, by the plans of others; None where it is."""
+        """Return why a mesh is not worth a plan, given the plans of others; None if it is."""
         best, pipeline = self.best, row.shape.axis is not None
         reason = None if best is None else unpromising_reason(row, self._rows, best, self.request.target.cluster)
         if reason is None and pipeline:
             row.estimate = self.estimates.seconds(row.shape, self.request.feasible_numbers(row.shape))
-        # The first pipeline shows by how much estimates fall short.
+        # The first pipeline shows how much longer plans take than estimates.
         if best is None or not pipeline:
             return reason
         return reason or slow_pipeline_reason(row, self._rows, best)
 
     @contextlib.contextmanager
     def _record_failure(self, row: Row) -> Iterator[None]:
-        """Make an error the verdict of its mesh, unless the mesh has a plan already."""
+        """Make an error the verdict of its mesh, unless the mesh already has a plan."""
         start = time.monotonic()
         try:
             yield
@@ -427,7 +426,7 @@ class MeshSearch(CandidateSearch[Row]):
             _log.info("mesh %s: %s, after %.1f s", row.shape, result, row.took)
 
     def _is_late(self, row: Row) -> bool:
-        """Return True if there is less time than the last plan of a mesh took."""
+        """Return True if less time remains than the last plan of a mesh took."""
         took = row.next_planning_seconds(self.request.target.settings.effort)
         late = time.monotonic() + took > self.mesh_planner.deadline
         if late and not self.notes:

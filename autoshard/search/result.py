@@ -28,12 +28,12 @@ class MeshCandidate:
     """A mesh of a search.
 
     Attributes:
-        shape: the mesh, and its pipeline axis.
+        shape: the mesh and its pipeline axis.
         least_seconds: lower bound of the seconds of its step.
         least_bytes: lower bound of the bytes that every device holds.
-        seconds: predicted time of the step of its fastest plan; None where it has no plan.
-        peak: bytes that a device holds under that plan at most; None likewise.
-        plan: the plan, if it is the best of all meshes of as many devices.
+        seconds: predicted time of its fastest plan's step; None without a plan.
+        peak: peak bytes of a device with that plan; None without a plan.
+        plan: the plan, if it is the best of all meshes with the same number of devices.
         verdict: `"best"`, or the reason why not.
     """
 
@@ -61,12 +61,12 @@ class SearchResult(HasReport):
     """The result of `autoshard.search`.
 
     Attributes:
-        option: of the search.
-        cluster: name of the cluster that plans were priced on.
+        option: the option of the search.
+        cluster: name of the cluster whose prices were used.
         memory_limit: bytes that a device may hold.
-        candidates: all meshes: by number of devices, the fastest first, those without a plan last.
+        candidates: all meshes, by number of devices, the fastest first, those without a plan last.
         notes: the reasons why the search ended early, or why a number of devices has no plan.
-        seconds: of the search, capture included.
+        seconds: seconds of the search, capture included.
     """
 
     option: SearchOption
@@ -78,29 +78,29 @@ class SearchResult(HasReport):
 
     @property
     def best(self) -> MeshCandidate:
-        """The best mesh: with `"mini-parallelism"` that of the fewest devices, else that of the shortest step."""
+        """The best mesh: with `"mini-parallelism"` that with the fewest devices, else that with the shortest step."""
         best = self.by_devices.values()
         return next(iter(best)) if self.option == "mini-parallelism" else min(best, key=_seconds)
 
     @property
     def plan(self) -> ShardingPlan | PipelinePlan:
-        """The plan for `mesh`, for `autoshard.parallelize(plan=...)`."""
+        """The plan for `mesh`, to be passed to `autoshard.parallelize(plan=...)`."""
         assert self.best.plan is not None, "the best candidate has a plan"
         return self.best.plan
 
     @property
     def mesh(self) -> MeshShape:
-        """All axes of the best mesh: `init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)` makes it."""
+        """All axes of the best mesh, for `init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.names)`."""
         return self.best.shape.mesh
 
     @property
     def pipeline_axis(self) -> str | None:
-        """The axis of `mesh` that is a pipeline; None where the best plan is no pipeline."""
+        """The pipeline axis of `mesh`; None if the best plan has no pipeline."""
         return self.best.shape.axis
 
     @property
     def by_devices(self) -> dict[int, MeshCandidate]:
-        """The best mesh of every number of devices that has a plan, the fewest devices first."""
+        """The best mesh for every number of devices with a plan, the fewest devices first."""
         best = (candidate for candidate in self.candidates if candidate.verdict == BEST)
         return {candidate.devices: candidate for candidate in sorted(best, key=lambda candidate: candidate.devices)}
 
@@ -112,7 +112,7 @@ class SearchResult(HasReport):
         )
 
     def report(self) -> Report:
-        """Return the best mesh, the best of every number of devices, all meshes, and the best plan."""
+        """Return the best mesh, the best for every number of devices, all meshes, and the best plan."""
         counts = sorted({candidate.devices for candidate in self.candidates})
         best = self.best
         facts = Facts(
@@ -159,9 +159,9 @@ class SearchResult(HasReport):
         return Table.of((*numbers("devices"), *texts("mesh"), *amounts, *texts("verdict")), rows, most=100)
 
     def _devices_table(self, counts: Sequence[int]) -> Table:
-        """Return the step, the speed-up and the device seconds of every number of devices."""
+        """Return the step, the speed-up and the device seconds for every number of devices."""
         best = self.by_devices
-        # Speed-ups are over the fewest devices that have a plan: one device may be too small.
+        # Speed-ups are relative to the fewest devices with a plan: one device may be too small.
         fewest = next(iter(best.values()))
         rows = []
         for count in counts:
@@ -176,13 +176,13 @@ class SearchResult(HasReport):
         return Table.of((*numbers(*labels), *texts("mesh")), rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the shortest step of every number of devices to a file, beside that of perfect speed-up.
+        """Draw the shortest step for every number of devices, with perfect speed-up, to a file.
 
         Args:
-            path: of the picture; its suffix is the format, such as `.png`, `.svg` or `.pdf`.
+            path: the path of the picture; its suffix is the format, such as `.png`, `.svg` or `.pdf`.
 
         Raises:
-            PlanError: the search was of one number of devices alone, or matplotlib is not installed.
+            PlanError: the search had only one number of devices, or matplotlib is not installed.
 
         Source: TensorOpt 4.1, "profiling".
         """
@@ -211,7 +211,7 @@ def _bytes(amount: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnlimitedResult:
-    """Seconds and bytes of a plan that was made without a memory limit, and holds too much."""
+    """Seconds and bytes of a plan without a memory limit that needs too much memory."""
 
     seconds: float
     peak: int
@@ -219,20 +219,20 @@ class UnlimitedResult:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row(Candidate):
-    """The state of one mesh in the search. `seconds` and `peak` are of its fastest plan, even if that holds too much.
+    """The state of one mesh in the search. `seconds` and `peak` are of its fastest plan, even if it does not fit.
 
     Attributes:
-        shape: the mesh, and its pipeline axis.
-        least_bytes: a lower bound of what each device holds.
-        peak: bytes that a device holds at most.
+        shape: the mesh and its pipeline axis.
+        least_bytes: a lower bound of the bytes of each device.
+        peak: peak bytes of a device.
         plan: the fastest plan that fits.
-        planner: of the plan without a memory limit; what it has worked out serves other plans on the same mesh.
-        planned_shapes: of a pipeline, those that were planned, by the effort.
-        unlimited: the result of the plan without a memory limit, if that holds too much.
-        smallest_peak: the smallest peak found, where no plan fits.
-        covers_all_shapes: True if only more effort could make the plan better.
-        estimate: seconds that a pipeline was estimated to take before it was planned.
-        took: seconds in which its last plan was made.
+        planner: the planner of the plan without a memory limit; its results are reused for other plans on the mesh.
+        planned_shapes: for a pipeline, the planned shapes, by effort.
+        unlimited: the result of the plan without a memory limit, if it needs too much memory.
+        smallest_peak: the smallest known peak, if no plan fits.
+        covers_all_shapes: True if only more effort could improve the plan.
+        estimate: the estimated seconds of a pipeline before it was planned.
+        took: planning seconds of its last plan.
     """
 
     shape: Shape
@@ -248,23 +248,23 @@ class Row(Candidate):
     took: float = 0.0
 
     def next_planning_seconds(self, effort: str) -> float:
-        """Return the least seconds until another plan: those of the last one, or of another shape of a pipeline."""
+        """Return the expected seconds of another plan: those of the last one, or of another pipeline shape."""
         return max((planned.took for planned in self.planned_shapes.get(effort, {}).values()), default=self.took)
 
     def add_plan(self, plan: ShardingPlan | PipelinePlan) -> None:
         """Keep a plan, unless the present one is faster."""
-        # Without a plan that fits, `seconds` are those of one that holds too much.
+        # Without a plan that fits, `seconds` belong to one that does not.
         if self.plan is None or plan.step_seconds < self.step_seconds:
             self.plan, self.seconds = plan, plan.step_seconds
             self.peak = plan.memory.peak if isinstance(plan, ShardingPlan) else max(plan.peaks)
 
 
 def no_mesh_fits_error(rows: Sequence[Row], devices: int, limit: int) -> BudgetError | None:
-    """Return the error that names the smallest need of all meshes; None where no mesh is known to need too much."""
+    """Return the error that names the smallest need of all meshes; None if no mesh is known to need too much."""
     large = [row for row in rows if row.smallest_peak is not None or row.least_bytes > limit]
     if not large:
         return None
-    # A known peak counts before a bound, which no plan may reach.
+    # A known peak takes precedence over a bound, which no plan may reach.
     leanest = min(large, key=lambda row: row.smallest_peak or row.least_bytes)
     needs = leanest.smallest_peak or leanest.least_bytes
     how = "the smallest peak found is" if leanest.smallest_peak else "at least"

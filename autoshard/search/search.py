@@ -49,28 +49,27 @@ def search(
     pipelines: bool | str = True,
     **keywords: Unpack[OptionKeywords],
 ) -> SearchResult:
-    """Find the best mesh for `module` on so many devices, and its plan.
+    """Find the best mesh for `module` on a number of devices, and its plan.
 
     The search needs neither a process group nor the devices. Its candidates are meshes of up to three axes, with and
-    without a pipeline axis, `"pp"`. Those that can't fit, or can't be faster than the best one so far, are dropped by
-    bounds; the others are planned, quickly at first, and the best with all effort.
+    without a pipeline axis, `"pp"`. Those that cannot fit, or cannot be faster than the best so far, are dropped by
+    bounds; the others are planned, quickly at first, and the best at full effort.
 
     Args:
         module, example_args, example_kwargs: as for `autoshard.plan`.
         devices: the number of devices; ranks fill one host after the other.
         option: `"mini-time"`: the shortest step on these devices; `"mini-parallelism"`: the fewest devices that the
-            model fits on, of the numbers that divide `devices`, and the shortest step on so many; `"profiling"`: the
-            shortest step for each of these numbers (TensorOpt 4.1).
-        pipelines: the meshes with a pipeline among the candidates. True or `"outer"`: its axis is the outermost one,
-            stages being whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring stages
-            share a host; False: no pipelines.
-        **keywords: the fields of `autoshard.Options`, without those of inputs and local outputs, `dynamic`,
-            `shares` and `compile`. With `output_placements="planned"`, no mesh has a pipeline; `"auto"` leaves outputs
-            whole there. Three of these have a special meaning here.
-            `memory_limit`: by default what the smallest device has, and in a pipeline each as much as it has. `hints`:
-            axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the last one over the nearest neighbours; a mesh
-            that a hint does not fit is left out. `search.time_limit`: when it is over, the best plan so far is returned
-            with a note and a warning.
+            model fits on, among the divisors of `devices`, and the shortest step on these; `"profiling"`: the shortest
+            step for each divisor (TensorOpt 4.1).
+        pipelines: which meshes with a pipeline are candidates. True or `"outer"`: the pipeline axis is the outermost
+            one, with stages of whole hosts or parts of one host; `"inner"`: the innermost one, so that neighbouring
+            stages share a host; False: none.
+        **keywords: the fields of `autoshard.Options`, without those of inputs and local outputs, `dynamic`, `shares`
+            and `compile`. With `output_placements="planned"`, no mesh has a pipeline; `"auto"` leaves outputs whole
+            there. Three have a special meaning here. `memory_limit`: by default the memory of the smallest device, and
+            in a pipeline that of each device. `hints`: axes other than `"pp"` are called `"x"`, `"y"` and `"z"`, the
+            last one over the nearest neighbours; a mesh that a hint does not fit is dropped. `search.time_limit`:
+            afterwards the best plan so far is returned with a note and a warning.
 
     Returns:
         The result: `result.mesh`, `result.pipeline_axis`, `result.plan`; it prints as a table of all meshes.
@@ -80,13 +79,14 @@ def search(
         PlanError: an option is not valid; the message names it. Or no mesh could be planned in time.
         BudgetError: no mesh fits; the message names the smallest need.
         CaptureError, HintError, InputError: as for `autoshard.plan`.
-        KeyboardInterrupt: Ctrl-C before there was any plan; later, the best plan so far is returned, with a warning.
+        KeyboardInterrupt: Ctrl-C before the first plan was found; later, the best plan so far is returned, with a
+            warning.
 
     Source: Rhino 3 (mesh configurations, with and without pipelines), TensorOpt 4.1 (the options).
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
-    # The option `pipelines` was called `pipeline` once.
+    # The option `pipelines` used to be called `pipeline`.
     earlier = keywords.get("pipeline")
     if isinstance(earlier, (bool, str)):
         del keywords["pipeline"]
@@ -104,7 +104,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """The options of `search` that are not options of planning.
+    """The options of `search` that are not planning options.
 
     Raises:
         MeshError, PlanError: an option is not valid.
@@ -136,7 +136,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
     """Run a search with checked arguments."""
     start = time.perf_counter()
     graph, capture_seconds = _capture(call, target, options.devices)
-    # Only what the user asks for limits larger devices of a pipeline.
+    # Only a limit of the user restricts larger devices of a pipeline.
     own_memory = target.settings.memory_limit is None
     limit = target.settings.memory_limit or target.cluster.device.memory
     target = replace(target, settings=replace(target.settings, memory_limit=limit))
@@ -166,7 +166,7 @@ def _run_search(call: BatchCall, options: SearchOptions, target: Target) -> Sear
 
 
 def _capture(call: BatchCall, target: Target, devices: int) -> tuple[JointGraph, float]:
-    """Return the step for a number of devices, and the seconds of its capture."""
+    """Return the captured step for a number of devices, and the seconds of its capture."""
     return capture_with_progress(
         *(BoundCall.of(call.module, call.args, call.kwargs, torch.is_grad_enabled()), target),
         devices=devices,
@@ -176,7 +176,7 @@ def _capture(call: BatchCall, target: Target, devices: int) -> tuple[JointGraph,
 
 
 def _with_graph_of(request: Request, call: BatchCall, devices: int) -> Request:
-    """Return the request for fewer devices, on each of which more logits may lie: their graph may be another one."""
+    """Return the request for fewer devices. Each may hold more logits, so the graph may differ."""
     if not has_large_logits(request.graph.graph, devices):
         return request
     graph, seconds = _capture(call, request.target, devices)
@@ -193,7 +193,7 @@ def _search_counts(
     counts = options.counts
     deadline = time.monotonic() + requests[counts[0]].target.settings.time_limit
     for index, count in enumerate(counts):
-        # What a number of devices does not use is left to the later ones.
+        # Time that one number of devices does not use is available to later ones.
         left = deadline - time.monotonic()
         mesh_search = MeshSearch(requests[count], count, time.monotonic() + left / (len(counts) - index))
         try:
@@ -205,14 +205,14 @@ def _search_counts(
         notes += mesh_search.notes
         if mesh_search.interrupted or (mesh_search.best is not None and options.option == "mini-parallelism"):
             break
-    # The last failure is that of most devices, on which a model fits best.
+    # The last failure is that of the most devices, on which a model fits best.
     if all(candidate.plan is None for candidate in candidates):
         raise failures[-1]
     return tuple(candidates), tuple(notes)
 
 
 def _remembering(candidate: MeshCandidate, request: Request, captures: PipelineCaptures) -> MeshCandidate:
-    """Return a candidate whose plan, if it has one, answers `why_not`."""
+    """Return a candidate whose plan, if any, answers `why_not`."""
     plan, target = candidate.plan, request.target
     if isinstance(plan, PipelinePlan):
         if request.own_memory:
@@ -228,7 +228,7 @@ def _remembering(candidate: MeshCandidate, request: Request, captures: PipelineC
 
 
 def _batch_size(call: BatchCall) -> int:
-    """Return the samples of a call that microbatches can split: by default the size of dim 0 of its first tensor."""
+    """Return the samples of a call that can be split into microbatches: by default dim 0 of its first tensor."""
     if call.batch_dims is not None:
         return call.samples
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
@@ -240,8 +240,8 @@ class AgreedMesh(NamedTuple):
 
     Attributes:
         device_mesh: the mesh of all ranks of the job.
-        pipeline: the axis of the pipeline, and the dims of inputs that count samples; None without a pipeline.
-        plan: for this mesh.
+        pipeline: the pipeline axis, and the dims of inputs that count samples; None without a pipeline.
+        plan: the plan for this mesh.
     """
 
     device_mesh: DeviceMesh
@@ -250,11 +250,11 @@ class AgreedMesh(NamedTuple):
 
 
 def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) -> AgreedMesh:
-    """Make the best mesh of all ranks of a job. The first rank searches, the others wait for it.
+    """Make the best mesh of all ranks of a job: the first rank searches, and the others wait for it.
 
     Args:
-        call: an example call of the model, the same on every rank.
-        target: of planning; its time limit is also that of the search.
+        call: an example call of the model, equal on every rank.
+        target: the target of planning; its time limit is also that of the search.
         pipelines: as for `search`.
 
     Raises:
@@ -278,7 +278,7 @@ def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) 
     kind = device_type_of_job()
     all_ranks = init_device_mesh(kind, (request.devices,), mesh_dim_names=("devices",))
 
-    # As text, as the first rank sends it to the others.
+    # As text, because the first rank sends the result to the others.
     def decide() -> str:
         result = _run_search(call, request, target)
         axes = dict(zip(result.mesh.names, result.mesh.sizes, strict=True))
@@ -295,7 +295,7 @@ def auto_mesh(call: BatchCall, target: Target, *, pipelines: bool | str = True) 
 
 
 def device_type_of_job() -> str:
-    """Return the type of the devices of the ranks of the job: that of gloo's is `"cpu"`, whatever the machine has."""
-    # Torch's builds for GPUs name one on machines without a driver, too.
+    """Return the device type of the job's ranks: `"cpu"` with gloo, whatever the machine has."""
+    # Torch's GPU builds also name an accelerator on machines without a driver.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type

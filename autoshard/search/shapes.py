@@ -1,4 +1,4 @@
-"""The meshes of a number of devices, with and without a pipeline axis (Rhino 3)."""
+"""The meshes for a number of devices, with and without a pipeline axis (Rhino 3)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autoshard.specs.axes import MeshShape
 
 PIPELINE_AXIS = "pp"
 AXES = ("x", "y", "z")
-"""Names of the axes that are no pipeline. The planner decides the use of each: data, tensors, sequences."""
+"""Names of the other axes. The planner decides their use: data, tensors, sequences."""
 
 PipelineAxis = Literal["none", "outer", "inner"]
-"""The position of the pipeline axis, if any: outermost, which puts neighbouring stages far apart, or innermost."""
+"""The position of the pipeline axis, if any: outermost, with neighbouring stages far apart, or innermost."""
 
 _AxisKind = Literal["inside", "hosts", "across"]
 
@@ -57,14 +57,14 @@ def shapes(
 
     Shapes that differ in the order of adjacent axes over equal links are equivalent: only the one with the longer axis
     first is returned. Shapes with at most one axis inside hosts and one between hosts come first, then those that split
-    these, then those with an axis over both; among them those with free memory, and of these those with fewer pipeline
-    stages.
+    these axes, then those with an axis over both kinds of links; within each group, those with free memory first, and
+    of these those with fewer pipeline stages.
 
     Args:
         devices: the number of devices, from 1 up.
-        cluster: for the number of devices that share a host.
-        pipeline: `"none"`: shapes without a pipeline alone; `"outer"`, `"inner"`: those with an outermost or innermost
-            pipeline axis too.
+        cluster: provides the number of devices per host.
+        pipeline: `"none"`: only shapes without a pipeline; `"outer"`, `"inner"`: also those with an outermost or
+            innermost pipeline axis.
         has_free_memory: returns True if a step on a mesh is likely to leave much of the memory free.
 
     Source: Rhino 3 enumerates mesh configurations and searches a strategy for each.
@@ -77,7 +77,7 @@ def shapes(
     canonical = [shape for shape in every if _is_canonical(shape, cluster)]
 
     def promise_key(shape: Shape) -> tuple[object, ...]:
-        # A good plan early in the search spares work on the others.
+        # A good plan early in the search saves work on the others.
         kinds = [kind for kind, _ in _kinds(shape, cluster) if kind is not None]
         split = len(kinds) - len(set(kinds))
         sizes = tuple(-size for size in shape.mesh.sizes)
@@ -87,8 +87,8 @@ def shapes(
 
 
 def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
-    """Return why the stages of a shape share hosts unevenly; None where they do not."""
-    # Outermost, a stage is a row of neighbours; innermost, the pipelines are, which then must not straddle hosts.
+    """Return why the stages of a shape share hosts unevenly; None if they do not."""
+    # Outermost axis: a stage is a row of neighbours. Innermost: a pipeline is, which must not straddle hosts.
     host = cluster.devices_per_host
     part = shape.devices_per_rank if _is_outermost(shape) else shape.ranks
     if shape.axis is None or shape.mesh.size <= host or part % host == 0 or host % part == 0:
@@ -97,14 +97,14 @@ def straddle_reason(shape: Shape, cluster: Cluster) -> str | None:
 
 
 def coarser_shapes(shape: Shape, cluster: Cluster) -> tuple[Shape, ...]:
-    """Return the shapes in which two adjacent axes over equal links are joined; this shape can do all that they can."""
+    """Return the shapes with two adjacent axes over equal links joined; this shape includes all their plans."""
     axes = [(kind, size) for kind, size in _kinds(shape, cluster) if kind is not None]
     sizes = tuple(size for _, size in axes)
     pipeline: PipelineAxis = "none" if shape.axis is None else "outer" if _is_outermost(shape) else "inner"
     return tuple(
         _shape((*sizes[:index], size * following, *sizes[index + 2 :]), shape.ranks, pipeline)
         for index, ((kind, size), (other, following)) in enumerate(itertools.pairwise(axes))
-        # An axis over both kinds of links is no join of two equal ones.
+        # An axis over both kinds of links is not a join of two equal ones.
         if kind == other != "across"
     )
 
@@ -114,7 +114,7 @@ def _is_outermost(shape: Shape) -> bool:
 
 
 def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ordered factorisations of a number into at most so many factors above 1; that of 1 is empty."""
+    """Yield the ordered factorisations of a number into at most `most` factors above 1; that of 1 is empty."""
     if number == 1:
         yield ()
     elif most:
@@ -132,7 +132,7 @@ def _shape(sizes: tuple[int, ...], ranks: int, pipeline: PipelineAxis) -> Shape:
 
 
 def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, int]]:
-    """Yield the kind of links of every axis, inside or between hosts or both, and its size; None for the pipeline."""
+    """Yield every axis's kind of links, inside hosts, between hosts or both, and size; None for the pipeline."""
     sizes, host = shape.mesh.sizes, cluster.devices_per_host
     for index, name in enumerate(shape.mesh.names):
         stride = math.prod(sizes[index + 1 :])
@@ -145,7 +145,7 @@ def _kinds(shape: Shape, cluster: Cluster) -> Iterator[tuple[_AxisKind | None, i
 
 
 def _is_canonical(shape: Shape, cluster: Cluster) -> bool:
-    """Return True if of adjacent axes over equal links the longer one is first."""
+    """Return True if, of adjacent axes over equal links, the longer one is first."""
     pairs = itertools.pairwise(_kinds(shape, cluster))
     # Over "across" links, the order of two axes decides which of them crosses hosts: both orders are tried.
     return not any(

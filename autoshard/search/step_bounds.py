@@ -1,4 +1,4 @@
-"""Lower bounds of the seconds and bytes of a step on a mesh, for all plans, without a search."""
+"""Lower bounds of the seconds and bytes of a step on a mesh, over all plans, without a search."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from autoshard.specs.axes import MeshShape
 aten = torch.ops.aten
 
 _Kernel = tuple[float, float, torch.dtype, str]
-"""Operations, bytes read and written, dtype, and name of an operator."""
+"""FLOPs, bytes read and written, dtype, and name of an operator."""
 
-# Operators of the graph that sum gradients. Where two stages use a value, the runtime sums its gradients instead.
+# Graph operators that sum gradients. If two stages use a value, the runtime sums its gradients instead.
 _SUMS = (aten.add.Tensor,)
 
 
 class LeastWork:
-    """Lower bounds of the seconds of a graph's step, by the work of its operators.
+    """Lower bounds of the seconds of a graph's step, from the work of its operators.
 
     Args:
         rules: the graph and its calls, on any mesh.
         cost: prices of the cluster, on any mesh.
 
     Attributes:
-        shares: the share of every forward operator in the seconds of all of them on one device, in their order.
+        shares: each forward operator's share of the total forward seconds on one device, in graph order.
     """
 
     def __init__(self, rules: GraphRules, cost: CostModel) -> None:
@@ -60,25 +60,25 @@ class LeastWork:
     def seconds(self, shape: Shape, microbatches: Iterable[int] = (1,)) -> float:
         """Return a lower bound of the predicted seconds of a step on a mesh.
 
-        The bound shares the work and bytes of every operator among all devices, does nothing twice, and hides all
+        The bound divides the work and bytes of every operator among all devices, duplicates nothing, and hides all
         communication. The busiest rank of a pipeline computes at least its share of all microbatches, and one
         microbatch passes all stages, forward and backward. Every kernel of a microbatch costs its launch.
 
         Args:
             shape: the mesh.
-            microbatches: the numbers of microbatches that a pipeline may have; the best one counts.
+            microbatches: the possible numbers of microbatches of a pipeline; the best one is used.
         """
         if shape.axis is None:
             return self._step(self._kernels, shape.mesh.size, [self._cost])
         share, kinds = shape.devices_per_rank, self._kinds(shape.mesh.size)
-        # The busiest rank has its share of all microbatches, but no less than one microbatch through all stages.
+        # The busiest rank has its share of all microbatches, but at least one microbatch through all stages.
         return min(
             self._step(self._in_stages, share * number, kinds) * max(number / shape.ranks, 1.0)
             for number in microbatches
         )
 
     def _kinds(self, devices: int) -> list[CostModel]:
-        """Return the prices of every kind of device among the first `devices`."""
+        """Return the cost models of all kinds of device among the first `devices`."""
         cluster = self._cost.cluster
         if cluster.is_uniform:
             return [self._cost]
@@ -86,7 +86,7 @@ class LeastWork:
         return [CostModel(cluster.of_ranks([rank]), MeshShape.of({"device": 1})) for rank in first.values()]
 
     def _step(self, kernels: Counter[_Kernel], parts: int, kinds: Sequence[CostModel]) -> float:
-        """Return the seconds of one of `parts` equal parts of all kernels, each on the kind of device fastest at it."""
+        """Return the seconds of one of `parts` equal parts of all kernels, each on its fastest kind of device."""
         return sum(
             count * min(cost.compute(work / parts, moved / parts, dtype, name) for cost in kinds)
             for (work, moved, dtype, name), count in kernels.items()
@@ -94,44 +94,44 @@ class LeastWork:
 
 
 def _kernel(node: fx.Node, call: OpCall, variants: Sequence[Rule]) -> _Kernel:
-    """Return the kernel of one call, with the bytes of its leanest implementation."""
+    """Return the kernel of a call, with the fewest bytes of all implementations."""
     results = [meta for meta in call.results if meta is not None]
     work = work_of_call(call.op, call.operands, results, call.args)
     moved = sum(meta.bytes for meta in results)
-    # A slice reads what it keeps. Others read each of their tensors once, whatever the implementation.
+    # A slice reads only its result. Other operators read each of their tensors once in any implementation.
     if call.op is not aten.index_select.default:
         moved += min(_read_bytes(node, call, rule) for rule in variants)
-    # A pipeline keeps logits whole, and makes them once.
+    # In a pipeline, logits are whole and computed once.
     return work.flops - work.repeated, moved, work.dtype, work.operator
 
 
 def _read_bytes(node: fx.Node, call: OpCall, rule: Rule) -> int:
-    """Return the bytes of the tensors that an implementation reads, each once."""
+    """Return the total bytes of the tensors that an implementation reads, each counted once."""
     operands = zip(operand_nodes(node), rule.operands, call.operands, strict=True)
     return sum({source: meta.bytes for source, dims, meta in operands if dims is not None}.values())
 
 
 def tighten_bound(least: float, candidate: CandidatePlan, links: int, contention: float) -> float:
-    """Return a lower bound of the seconds of a step on a mesh, by the solver's bound for it.
+    """Return a lower bound of a step's seconds on a mesh, tightened by the solver's bound.
 
     Args:
         least: lower bound of the seconds of compute.
         candidate: a plan with the solver's bound.
-        links: the number of kinds of links, which send at the same time.
-        contention: of the cluster.
+        links: the number of kinds of links, which can send at the same time.
+        contention: the contention of the cluster.
     """
-    # A step takes its compute, its communication outside of compute, and `contention` times its communication beside
-    # compute: at least `contention` of all that the busiest kind of link sends. Compute and communication together take
-    # at least the solver's bound.
+    # A step takes its compute, its exposed communication, and `contention` times its overlapped communication: beyond
+    # compute, at least `contention` times the traffic of the busiest kind of link. Compute and communication together
+    # take at least the solver's bound.
     share = min(1.0, contention) / links
     return max(least, share * candidate.lower_bound + (1.0 - share) * least)
 
 
 def least_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory) -> int:
-    """Return a lower bound of the peak of the device that holds most.
+    """Return a lower bound of the peak of the device with the most memory.
 
-    When the optimizer steps, a device holds its part of parameters, gradients and state; without a pipeline, of buffers
-    and inputs too. A part is at least the whole divided by the number of devices.
+    At the optimizer's step, a device holds its part of parameters, gradients and optimizer state; without a pipeline,
+    also of buffers and inputs. A part is at least the whole divided by the number of devices.
 
     Args:
         graph: the captured step.
@@ -145,13 +145,13 @@ def least_bytes(graph: JointGraph, shape: Shape, optimizer: OptimizerMemory) -> 
 def resident_bytes(
     graph: JointGraph, parts: int, optimizer: OptimizerMemory, *, parameters_only: bool
 ) -> tuple[int, int]:
-    """Return the bytes of one of equal parts of the inputs, gradients and optimizer state, and of the optimizer's step.
+    """Return the bytes of one equal part: of inputs, gradients and optimizer state, and of the optimizer's step.
 
     Args:
         graph: the captured step.
-        parts: the number of devices that share every tensor.
+        parts: the number of devices among which every tensor is divided.
         optimizer: the memory of the optimizer.
-        parameters_only: True to leave out buffers and inputs of the model.
+        parameters_only: True to exclude buffers and inputs of the model.
     """
     trained = {output.name: output.node for output in graph.outputs if output.kind == "gradient" and output.node}
     held, updated = 0, []
@@ -159,7 +159,7 @@ def resident_bytes(
         if source.kind == "tangent" or (parameters_only and source.kind != "parameter"):
             continue
         meta = Value(source.node).meta
-        # Rounded up: some device has the larger part.
+        # Rounded up, because some device has the larger part.
         elements = -(-math.prod(meta.shape) // parts)
         part = elements * meta.dtype.itemsize
         held += part

@@ -1,7 +1,7 @@
 """Whole and sharded checkpoints of parallelised modules and their optimizers, in Lightning's formats.
 
-Lightning loads whole checkpoints by torch's `broadcast_from_rank0`, which puts wrong numbers into strided shards. Here
-every rank maps the file into memory and reads its own parts.
+Lightning loads whole checkpoints with torch's `broadcast_from_rank0`, which puts wrong numbers into strided shards.
+Here every rank maps the file into memory and reads only its own parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.runtime.shards import cut, wrap_like
 from autoshard.specs.spec import Spec
 
 METADATA = "meta.pt"
-"""The file in a sharded checkpoint that holds all that is neither a module nor an optimizer."""
+"""The file of a sharded checkpoint with everything except modules and optimizers."""
 
 
 def save_sharded(path: Path, state: Mapping[str, Any], module: nn.Module, first_rank: bool) -> None:
@@ -54,18 +54,18 @@ def save_sharded(path: Path, state: Mapping[str, Any], module: nn.Module, first_
 
 
 def read_whole(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return a checkpoint file, whose tensors are mapped into memory and read where they are used."""
+    """Return the contents of a checkpoint file, with tensors mapped into memory and read when used."""
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     return checkpoint
 
 
 def load_whole_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Fill an optimizer of parallelised parameters from the whole state of one, as one device or all ranks saved it.
+    """Load an optimizer of parallelised parameters from a whole state, saved by one device or by all ranks.
 
     Args:
-        module: the module that it trains.
-        optimizer: made as the one that was saved: with equal groups of parameters.
-        state: the `state_dict()` of the one that was saved, its parameters given by numbers or by names in the module.
+        module: the module that the optimizer trains.
+        optimizer: an optimizer with the same parameter groups as the saved one.
+        state: the `state_dict()` of the saved optimizer, with parameters given by number or by name in the module.
 
     Raises:
         InputError: the groups differ.
@@ -93,7 +93,7 @@ def load_whole_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping
 
 
 def _shard(value: Any, parameter: Tensor) -> Any:
-    """Return this rank's part of a tensor with an entry for every number of the parameter; anything else as it is."""
+    """Return this rank's part of a tensor with the parameter's shape; anything else unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     local = cut(value.to(parameter.dtype), parameter.device_mesh, Spec(tuple(parameter.placements)))

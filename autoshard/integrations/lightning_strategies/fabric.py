@@ -32,21 +32,21 @@ else:
 
 
 class _BackwardSync:
-    """The control that `fabric.no_backward_sync(module)` asks for a context."""
+    """The object that `fabric.no_backward_sync(module)` asks for a context."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_backward_sync(module, enabled)
 
 
 class FabricStrategy(Base):
-    """Sets up modules on any mesh, with the numbers that one device would give.
+    """Sets up modules on any mesh, with the numbers of one device.
 
-    `fabric.setup(module, optimizer)` parallelises the module in place, and gives its new parameters to the optimizer. A
-    module that is parallelised already is left as it is.
+    `fabric.setup(module, optimizer)` parallelises the module in place, and replaces its parameters in the optimizer. A
+    module that is already parallelised is not changed.
 
     Args:
-        mesh, plan, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the
-            strategy of the Trainer.
+        mesh, plan, save_distributed_checkpoint, process_group_backend, timeout, **options: as for the strategy of the
+            Trainer.
         example: the arguments of a call of the module, with tensors of global shape: keyword arguments as a mapping,
             positional ones as a tuple or list, or one tensor. By default the module's `example_input_array`.
 
@@ -116,7 +116,7 @@ class FabricStrategy(Base):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Parallelise a module in place, and give its new parameters to its optimizers."""
+        """Parallelise a module in place, and replace its parameters in its optimizers."""
         before = {parameter: name for name, parameter in module.named_parameters()}
         module = self.setup_module(module)
         for optimizer in optimizers:
@@ -147,10 +147,10 @@ class FabricStrategy(Base):
             path: the folder, or the file.
             state: one parallelised module, optimizers, and other values.
             storage_options: not supported.
-            filter: for files with whole tensors, name -> a function of the keys and values to save.
+            filter: for files with whole tensors, name -> a predicate of the keys and values to save.
 
         Raises:
-            InputError: there is no module that is parallelised, or more than one.
+            InputError: there is no parallelised module, or more than one.
             TypeError, NotImplementedError: `storage_options`, or `filter` for a folder.
         """
         if not self._saves_shards or storage_options is not None or filter is not None:
@@ -170,16 +170,16 @@ class FabricStrategy(Base):
 
         Args:
             path: a folder with shards, or a file with whole tensors.
-            state: a module, whose state dict is the whole file; or names with one parallelised module, optimizers, and
-                values, which are replaced.
-            strict: True if names that are missing are an error.
+            state: a module, whose state dict is the whole file; or a mapping with one parallelised module, optimizers,
+                and values, which are replaced.
+            strict: True if missing names are an error.
             weights_only: as for `torch.load`.
 
         Returns:
             The other contents.
 
         Raises:
-            InputError: there is no module that is parallelised, or more than one; or a name is missing.
+            InputError: there is no parallelised module, or more than one; or a name is missing.
             ValueError, NotImplementedError: `state` is empty, or an optimizer.
         """
         source = Path(self.broadcast(path))

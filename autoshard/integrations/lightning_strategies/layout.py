@@ -1,4 +1,4 @@
-"""The mesh, the example call and the options of a Lightning strategy, and the module that is parallelised by them."""
+"""The mesh, the example call and the options of a Lightning strategy, and the module parallelised with them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ Mesh = DeviceMesh | Mapping[str, int] | Literal["auto"]
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _MIXED = {"bf16-mixed": torch.bfloat16}
-"""Lightning's name of a precision -> the dtype that parameters are cast to before they are gathered."""
+"""Lightning's name of a precision -> the dtype to which parameters are cast before they are gathered."""
 
 
 class Layout:
-    """How a strategy lays out one model.
+    """The mesh and the options with which a strategy parallelises one model.
 
     Args:
-        mesh: the sizes of the axes by name, a `DeviceMesh` of all ranks, or `"auto"`: the mesh that `autoshard.search`
-            finds the best, without pipelines.
+        mesh: the sizes of the axes by name, a `DeviceMesh` of all ranks, or `"auto"`: the best mesh that
+            `autoshard.search` finds, without pipelines.
         example: a call of the module, with tensors of global shape (see `Options.example_inputs`): keyword arguments as
-            a mapping, positional ones as a tuple or list, or one tensor; None if the module has it as
+            a mapping, positional ones as a tuple or list, or one tensor; None to use the module's
             `example_input_array`.
         plan: a plan to apply, instead of making one.
         options: the fields of `autoshard.Options`.
 
     Attributes:
-        options: the options, checked.
+        options: the checked options.
 
     Raises:
         MeshError, PipelineError, PlanError, InputError, TypeError: an argument is not valid; the message names it.
@@ -83,10 +83,10 @@ class Layout:
         return self._device_mesh
 
     def make_mesh(self, device_type: str, world_size: int) -> None:
-        """Make the mesh of all ranks from its sizes, once; `"auto"` is left to `parallelize`.
+        """Make the mesh of all ranks from its sizes, once; for `"auto"`, `parallelize` makes it.
 
         Raises:
-            MeshError: the mesh is not of so many ranks, or has no axis of a name in `data_axes`, or none is found.
+            MeshError: the number of ranks is wrong, an axis in `data_axes` does not exist, or no data axis is found.
         """
         mesh = self._mesh
         if self._device_mesh is not None or isinstance(mesh, str):
@@ -103,7 +103,7 @@ class Layout:
         self._data_axes(mesh)
 
     def sampler_arguments(self) -> dict[str, int]:
-        """Return the number of parts of the data set, and the part that this rank loads.
+        """Return the number of parts of the data set, and the index of this rank's part.
 
         Raises:
             MeshError: the mesh has not been made.
@@ -117,11 +117,11 @@ class Layout:
         return {"num_replicas": part.count, "rank": part.index}
 
     def parallelize(self, module: nn.Module, device: torch.device, precision: Any) -> None:
-        """Parallelise a module in place, and fill it if it is on the meta device.
+        """Parallelise a module in place, and materialize it if it is on the meta device.
 
         Args:
             module: the module.
-            device: of this rank.
+            device: the device of this rank.
             precision: Lightning's precision plugin. `bf16-mixed` casts parameters to bfloat16 before they are gathered,
                 and reduces gradients in float32, unless the options have an `mp_policy`.
 
@@ -133,7 +133,7 @@ class Layout:
         keywords, plan = dict(self._keywords), self._plan
         dtype = _MIXED.get(str(getattr(precision, "precision", "")))
         if dtype is not None and self.options.mp_policy is None:
-            # Autocast casts the inputs of operators that gain by it, and leaves others, such as labels, as they are.
+            # Autocast casts the inputs of operators that benefit, and leaves others, such as labels, unchanged.
             keywords["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         if self._device_mesh is None:
             target = Target.of(collect_options("parallelize", keywords), device.type)
@@ -145,10 +145,10 @@ class Layout:
             materialize(module, device)
 
     def adopt_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the mesh of a module that is parallelised already.
+        """Use the mesh of a module that is already parallelised.
 
         Raises:
-            MeshError: it has other axes than the strategy's.
+            MeshError: its axes differ from the strategy's.
         """
         if self._device_mesh is not None and _describe(mesh) != _describe(self._device_mesh):
             raise MeshError(
@@ -179,22 +179,22 @@ class Layout:
         return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
     def _data_axes(self, mesh: DeviceMesh) -> tuple[str, ...]:
-        """Return the names of the axes along which ranks load rows of their own; none with global inputs."""
+        """Return the names of the axes along which ranks load different rows; none with global inputs."""
         target = Target.of(self.options, mesh.device_type).on_mesh(MeshShape.of(mesh), self._plan)
         return target.data_axes if target.inputs == "local" else ()
 
 
 def parallelized_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the `DTensor` parameters of a module; None if there are no such parameters."""
+    """Return the mesh of a module's `DTensor` parameters; None if it has none."""
     return next((value.device_mesh for value in module.parameters() if isinstance(value, DTensor)), None)
 
 
 @contextlib.contextmanager
 def no_backward_sync(root: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Context in which backwards of the parallelised modules in `root` reduce no gradients, if their plans count that.
+    """Context in which backwards of parallelised modules in `root` reduce no gradients, if their plans allow it.
 
     Args:
-        root: the module, or one that it is part of.
+        root: the module, or one that contains it.
         enabled: False to change nothing.
     """
     with contextlib.ExitStack() as stack:
@@ -206,7 +206,7 @@ def no_backward_sync(root: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 
 def check_all_placed(root: nn.Module, name: str) -> None:
-    """Raise an `InputError` if a trained parameter is outside of the module `name` that was parallelised."""
+    """Raise an `InputError` if a trained parameter is outside the parallelised module `name`."""
     for parameter_name, parameter in root.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             raise InputError(

@@ -37,30 +37,29 @@ _LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 class TrainerStrategy(Base):
-    """Trains a LightningModule on any mesh, with the numbers that one device would give.
+    """Trains a LightningModule on any mesh, with the numbers of one device.
 
-    The strategy parallelises the LightningModule's attribute `model`, if that has all its trained parameters, or else
-    the LightningModule itself, whose `forward` then has to make all use of them. It does so before
+    The strategy parallelises the LightningModule's attribute `model` if that has all its trained parameters, or else
+    the LightningModule itself, whose `forward` must then contain all uses of them. It does so before
     `configure_optimizers`, and after `configure_model` if there is one. A LightningModule that calls
-    `autoshard.parallelize` in its own `configure_model`, on `self.device_mesh`, is left as it is.
+    `autoshard.parallelize` in its own `configure_model`, on `self.device_mesh`, is not changed.
 
-    With `inputs="global"` (the default) every rank loads the same batches, whose size is the one that the data loader
-    has. With `inputs="local"` the ranks along `data_axes` load different ones. A loss that `forward` returns is that of
-    the global batch. To compute it outside, of this rank's rows, pass `outputs="local"`: then gradients are those of
-    the mean of the ranks' losses, as in `DistributedDataParallel`.
+    With `inputs="global"` (the default) every rank loads the same batches, with the data loader's batch size. With
+    `inputs="local"` the ranks along `data_axes` load different ones. A loss returned by `forward` is that of the global
+    batch. To compute the loss outside, from this rank's rows, pass `outputs="local"`: gradients are then those of the
+    mean of the ranks' losses, as in `DistributedDataParallel`.
 
     Args:
         mesh: the sizes of the axes by name, such as `{"dp": 2, "tp": 4}`; a `DeviceMesh` of all ranks; or `"auto"`: the
-            mesh that `autoshard.search` finds the best. It is the LightningModule's `device_mesh`.
-        example: the arguments of a call of the module that is parallelised, with tensors of global shape: keyword
-            arguments as a mapping, positional ones as a tuple or list, or one tensor. By default the module's
-            `example_input_array`.
+            best mesh that `autoshard.search` finds. It is the LightningModule's `device_mesh`.
+        example: the arguments of a call of the parallelised module, with tensors of global shape: keyword arguments as
+            a mapping, positional ones as a tuple or list, or one tensor. By default the module's `example_input_array`.
         module: the name of the attribute to parallelise; `""` for the LightningModule itself.
         plan: apply this plan instead of making one.
         save_distributed_checkpoint: True for a folder with the shards of every rank; False for one file with whole
-            tensors, which `load_from_checkpoint` reads on one device. Both are resumed on any mesh.
+            tensors, which `load_from_checkpoint` reads on one device. Both can be resumed on any mesh.
         process_group_backend, timeout: as for `ModelParallelStrategy`.
-        **options: the fields of `autoshard.Options`. With `precision="bf16-mixed"`, `mp_policy` is by default
+        **options: the fields of `autoshard.Options`. With `precision="bf16-mixed"`, the default of `mp_policy` is
             bfloat16, with gradients reduced in float32.
 
     Raises:
@@ -87,7 +86,7 @@ class TrainerStrategy(Base):
         )
         self._layout = Layout(mesh, example, plan, options)
         self._module_name = module
-        # Modules that were planned for evaluation alone.
+        # A module that was planned only for evaluation.
         self._evaluated: nn.Module | None = None
 
     @property
@@ -119,7 +118,7 @@ class TrainerStrategy(Base):
         """Parallelise the module, and make its optimizers.
 
         Raises:
-            InputError: there is no example call, or a trained parameter is outside of the module.
+            InputError: there is no example call, or a trained parameter is outside the module.
             MeshError: the module was parallelised on another mesh.
             AutoshardError: as for `autoshard.parallelize`.
         """
@@ -182,7 +181,7 @@ class TrainerStrategy(Base):
         return ""
 
     def _publish_mesh(self) -> None:
-        """Set the mesh that is `device_mesh` of the LightningModule."""
+        """Set the `device_mesh` of the LightningModule."""
         root: Any = self.lightning_module
         if not hasattr(root, "_device_mesh"):
             raise InputError(
@@ -193,7 +192,7 @@ class TrainerStrategy(Base):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context of backwards whose gradients are accumulated, as `accumulate_grad_batches` asks for."""
+        """Context of backwards whose gradients are accumulated, as `accumulate_grad_batches` requests."""
         root = self.lightning_module
         assert root is not None
         with no_backward_sync(root):
@@ -218,7 +217,7 @@ class TrainerStrategy(Base):
             The other contents.
 
         Raises:
-            InputError: a fit is resumed from a file without states of optimizers, or of other optimizers.
+            InputError: training is resumed from a file without optimizer states, or with those of other optimizers.
         """
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_file():
@@ -240,7 +239,7 @@ class TrainerStrategy(Base):
 
 @contextmanager
 def _mode(module: nn.Module, *, train: bool) -> Iterator[None]:
-    """Context in which a module is called as in training, or as in evaluation."""
+    """Context in which a module is in training mode, or in evaluation mode."""
     if train:
         yield
         return

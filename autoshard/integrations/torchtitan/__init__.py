@@ -1,12 +1,12 @@
-r"""torchtitan's trainer on plans of autoshard: no FSDP, no tensor-parallel table, the rest of the trainer as it is.
+r"""torchtitan's trainer with autoshard plans: no FSDP, no tensor-parallel table, the rest of the trainer unchanged.
 
-A run of one of torchtitan's own configurations starts with torchtitan's own command, with this module as `--module`:
+Start a run of one of torchtitan's own configurations with torchtitan's own command, and this module as `--module`:
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module autoshard.integrations.torchtitan \
         --config llama3_8b --parallelism.tensor_parallel_degree 2
 
-`--config` is the name of any configuration of torchtitan's llama3, deepseek_v3 and qwen3. All other flags of torchtitan
-stay. For options of autoshard, write a configuration function in a module of your own, and name that:
+`--config` is the name of any torchtitan configuration of llama3, deepseek_v3 and qwen3. All other flags of torchtitan
+still apply. For options of autoshard, write a configuration function in your own module, and name it:
 
     # my_configs.py
     from autoshard.integrations.torchtitan import with_autoshard
@@ -17,12 +17,12 @@ stay. For options of autoshard, write a configuration function in a module of yo
 
     torchrun ... -m torchtitan.train --module my_configs --config llama3_8b_planned
 
-`model_spec` and `parallelize` are the same for a `Trainer.Config` that you build yourself. They leave to you what
-`with_autoshard` also sets: a loss other than `ChunkedLossWrapper`, and `training.disable_cuda_graphs`.
+`model_spec` and `parallelize` do the same for your own `Trainer.Config`. They do not set what `with_autoshard` also
+sets: a loss other than `ChunkedLossWrapper`, and `training.disable_cuda_graphs`.
 
 The trainer's own degrees give the mesh: `data_parallel_replicate_degree`, `data_parallel_shard_degree` and
 `tensor_parallel_degree` are the sizes of its axes. Every rank reads its own batch over the two data axes, as always;
-what else lies on which axis is for the plan to decide, whatever the names of the axes say. The plan is
+the plan decides all other uses of the axes, whatever their names say. The plan is
 `trainer.model_parts[0].sharding_plan`.
 
 | setting of torchtitan | what it does here |
@@ -35,17 +35,17 @@ what else lies on which axis is for the plan to decide, whatever the names of th
 | `expert_parallel_degree` | 1: a plan sends tokens to experts over any axis |
 | pipelines, context parallelism, CPU offload, CUDA graphs, async TP, varlen attention, `"full_dtensor"` | refused |
 
-The memory of a plan is that of the model with its outputs; the loss, which the trainer computes outside of the model,
-needs its own: leave room for logits in float32 in `memory_limit`.
+The memory of a plan includes the model and its outputs, but not the loss, which the trainer computes outside the model:
+leave room for logits in float32 in `memory_limit`.
 
-Tried with torchtitan 0.3.0, whose modules differ from those of earlier releases, and torch 2.13. Two things that
-torchtitan needs are not in every torch:
+Tested with torchtitan 0.3.0, whose modules differ from those of earlier releases, and torch 2.13. torchtitan needs two
+things that not every torch has:
 
-* It imports triton, which torch's builds for CPUs do not bring: `pip install triton`.
-* Its loop calls `torch.distributed.set_timeout` after the first step. torch 2.13 has this function under a private name
-  alone, and every run ends there in an AttributeError, with or without autoshard. Until you have a torch with it, write
-  `torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout` at the top of a module of your
-  own configurations.
+* It imports triton, which torch's CPU builds do not include: `pip install triton`.
+* Its loop calls `torch.distributed.set_timeout` after the first step. torch 2.13 has this function only under a private
+  name, and every run ends there in an AttributeError, with or without autoshard. Until your torch has it, put
+  `torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout` at the top of your own
+  configuration module.
 """
 
 try:

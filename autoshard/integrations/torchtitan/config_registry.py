@@ -1,7 +1,7 @@
-"""torchtitan's configurations of llama3, deepseek_v3 and qwen3, with plans in place of its own parallelism.
+"""torchtitan's configurations of llama3, deepseek_v3 and qwen3, with plans instead of its own parallelism.
 
-The functions are attributes of this module, as of a `config_registry` of torchtitan, which `--module
-autoshard.integrations.torchtitan` makes torchtitan read.
+The functions are attributes of this module, as in a torchtitan `config_registry`; `--module
+autoshard.integrations.torchtitan` makes torchtitan read it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODELS = ("llama3", "deepseek_v3", "qwen3")
 
 
 def model_spec(spec: ModelSpec, *, plan: ShardingPlan | None = None, **options: Unpack[OptionKeywords]) -> ModelSpec:
-    """Return a copy of a model of torchtitan that is planned, rather than parallelised by torchtitan.
+    """Return a copy of a torchtitan model that autoshard plans, instead of torchtitan parallelising it.
 
     Args:
         spec: the model, such as `torchtitan.models.llama3.model_registry("8B")`. It is not changed.
@@ -43,9 +43,9 @@ def model_spec(spec: ModelSpec, *, plan: ShardingPlan | None = None, **options: 
 def with_autoshard(
     config: Trainer.Config, *, plan: ShardingPlan | None = None, **options: Unpack[OptionKeywords]
 ) -> Trainer.Config:
-    """Return a copy of a configuration of torchtitan whose model is planned.
+    """Return a copy of a torchtitan configuration whose model is planned.
 
-    It has the loss of a `ChunkedLossWrapper` without the chunks, which call the head of the model outside of the model,
+    It has the loss of a `ChunkedLossWrapper` without the chunks, which would call the model's head outside the model,
     and no CUDA graphs.
 
     Args:
@@ -72,7 +72,7 @@ def _config_functions() -> dict[str, Callable[[], Trainer.Config]]:
     for model in MODELS:
         module = importlib.import_module(f"torchtitan.models.{model}.config_registry")
         for name, function in inspect.getmembers(module, inspect.isfunction):
-            # Others are helpers, or imported.
+            # Others are helpers or imports.
             if function.__module__ == module.__name__ and not inspect.signature(function).parameters:
                 found[name] = functools.partial(_plan_config, function)
     return found

@@ -1,4 +1,4 @@
-"""Mixtures of experts of torchtitan, written so that a capture knows where rows go, on which device it ever runs."""
+"""Mixtures of experts of torchtitan, rewritten so that capture sees the routes of rows, on any device."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RoutedRowsDispatcher(LocalTokenDispatcher):
     """Sorts the rows of tokens by expert and puts them back by the inverse order.
 
     torchtitan adds rows to tokens by `scatter_add`, and counts the rows of experts in a table of tokens and experts. To
-    a rule, these are just indices and numbers. In this form, `operators/routed/routing.py` sees that rows go to groups
-    and come back, so that a plan may send them to the ranks of their experts. Rows are weighted, and those of one token
-    added up, in float32.
+    a rule, these are only indices and numbers. In this form, `operators/routed/routing.py` sees that rows go to groups
+    and return, so a plan may send them to the ranks of their experts. Rows are weighted, and those of one token summed,
+    in float32.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class RoutedRowsDispatcher(LocalTokenDispatcher):
         Args:
             tokens: `[T, D]`.
             scores, experts: the weights and the numbers of the experts of each token, `[T, K]`.
-            counts: not used; the rows of the experts are counted anew, by `histc`.
+            counts: not used; `histc` counts the experts' rows again.
         """
         ids = experts.reshape(-1)
         order = torch.argsort(ids, stable=True)
@@ -50,17 +50,17 @@ class RoutedRowsDispatcher(LocalTokenDispatcher):
         return tokens[order // self.top_k], counts, metadata
 
     def combine(self, rows: Tensor, metadata: LocalDispatchMetadata, tokens: Tensor) -> Tensor:
-        """Return for every token the sum of its rows, each times its weight, `[T, D]`."""
+        """Return for every token the weighted sum of its rows, `[T, D]`."""
         weighted = rows.float() * metadata.topk_scores_experts_sorted_N.unsqueeze(-1)
         back = torch.argsort(metadata.token_indices_experts_sorted_N)
         return weighted[back].view(tokens.shape[0], self.top_k, -1).sum(1).to(tokens.dtype)
 
 
 def prepare_experts(model: nn.Module) -> None:
-    """Replace the dispatchers of a model by `RoutedRowsDispatcher`, and have its routers score in float32.
+    """Replace the dispatchers of a model by `RoutedRowsDispatcher`, and let its routers compute scores in float32.
 
     Raises:
-        PlanError: a dispatcher exchanges rows over process groups of its own.
+        PlanError: a dispatcher exchanges rows over its own process groups.
     """
     for name, part in model.named_modules():
         if isinstance(part, RoutedExperts):
@@ -73,8 +73,8 @@ def prepare_experts(model: nn.Module) -> None:
             config = RoutedRowsDispatcher.Config(num_experts=dispatcher.num_experts, top_k=dispatcher.top_k)
             part.token_dispatcher = config.build()
         if isinstance(part, TokenChoiceTopKRouter):
-            # The router asks for this by an autocast to float32, which GPUs have and CPUs, on whose tensors a step is
-            # captured, have not.
+            # The router requests this by an autocast to float32, which GPUs support, but CPUs, on whose tensors a step
+            # is captured, do not.
             part.gate.forward = functools.partial(_linear_in_float32, part.gate)
 
 

@@ -1,4 +1,4 @@
-"""The `parallelize_fn` of a torchtitan `ModelSpec`, which plans a decoder and shards it."""
+"""The `parallelize_fn` of a torchtitan `ModelSpec`: plans and shards a decoder."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def parallelize(
     plan: ShardingPlan | None = None,
     **options: Unpack[OptionKeywords],
 ) -> nn.Module:
-    """Plan a decoder of torchtitan for its trainer, and shard it in place: the `parallelize_fn` of a `ModelSpec`.
+    """Plan a torchtitan decoder for its trainer, and shard it in place: the `parallelize_fn` of a `ModelSpec`.
 
-    The model is one on the meta device; the trainer allocates and initialises it afterwards (`to_empty`,
-    `init_weights`), with the numbers that one device draws. It takes the rank's batch of tokens, with positions, and
-    returns the rank's logits: of its batch, and with `spmd_backend="spmd_types"` of its part of the vocabulary, for the
-    trainer's loss over a sharded vocabulary.
+    The model is on the meta device; the trainer allocates and initialises it afterwards (`to_empty`, `init_weights`),
+    with the numbers of one device. It takes the rank's batch of tokens, with positions, and returns the rank's logits:
+    those of its batch, and with `spmd_backend="spmd_types"` of its part of the vocabulary, for the trainer's loss over
+    a sharded vocabulary.
 
     Args:
         model: a `Decoder`, such as those of llama3, deepseek_v3 and qwen3.
@@ -65,12 +65,12 @@ def parallelize(
         training: sizes of the batch, precisions.
         parallelism: not used; `parallel_dims` has its degrees.
         compile_config: with `enable` and `"model"` among the components, local programs are compiled by inductor.
-        ac_config: full activation checkpointing recomputes every layer, None recomputes none, and any other as many as
-            the memory limit asks for.
+        ac_config: full activation checkpointing recomputes every layer, None recomputes none, and any other value as
+            many as the memory limit requires.
         dump_folder: not used.
         plan: apply this plan instead of making one.
-        **options: the fields of `autoshard.Options`, but for those of inputs, outputs and pipelines. They override what
-            follows from the other arguments.
+        **options: the fields of `autoshard.Options`, except those for inputs, outputs and pipelines. They override
+            values derived from the other arguments.
 
     Returns:
         The model, of the same class.
@@ -95,7 +95,7 @@ def parallelize(
     settings: OptionKeywords = {
         "inputs": "local",
         "data_axes": tuple(rows),
-        # As DTensors, whose gradients are not divided: the trainer's loss is divided by the tokens of all ranks.
+        # As DTensors, whose gradients are not divided: the trainer divides its loss by the tokens of all ranks.
         "output_placements": {"output*": {**rows, **words}},
         "mp_policy": _precision(training),
         "recompute": _recompute(ac_config),
@@ -103,7 +103,7 @@ def parallelize(
     }
     settings.update(options)
     with warnings.catch_warnings():
-        # Of the routers, whose gates are in float32 without it.
+        # The warning comes from the routers, whose gates are in float32 without autocast.
         warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
         autoshard.parallelize(model, mesh, (example,), {"positions": example}, plan=plan, **settings)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -142,7 +142,7 @@ def _check_job(parallel_dims: ParallelDims, training: TrainingConfig, compile_co
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise a `PlanError` for a model that is no decoder of tokens, or has attention that cannot be captured."""
+    """Raise a `PlanError` for a model that is not a decoder of tokens, or has attention that cannot be captured."""
     if not isinstance(model, Decoder) or type(model).forward not in (Decoder.forward, MTPDecoder.forward):
         raise PlanError(
             f"{type(model).__name__} is called in its own way. Decoders of torchtitan that are called with tokens and "
@@ -157,7 +157,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def device_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh of the axes of more than one device, the data axes first; of one axis where there are none."""
+    """Return the mesh of all axes larger than 1, the data axes first; with one axis if there are none."""
     data = [name for name in DATA_AXES if _size(parallel_dims, name) is not None]
     names = [name for name in (*data, TENSOR_AXIS) if (_size(parallel_dims, name) or 1) > 1]
     return parallel_dims.get_mesh(names or data[-1:])
@@ -186,18 +186,18 @@ def _recompute(ac_config: ActivationCheckpointing.Config | None) -> Recompute:
     return "full" if isinstance(ac_config, FullAC.Config) else "auto"
 
 
-# What stands on the model itself: a capture binds these to its copy of the model.
+# Attributes of the model itself, which a capture binds to its copy of the model.
 
 
 def _prepare_calls(model: nn.Module) -> None:
-    """Have the model make its own masks, and draw the initial weights of one device."""
+    """Let the model make its own masks, and draw the initial weights of one device."""
     model.forward = functools.partial(_forward, model)
     model.get_attention_masks = functools.partial(_no_masks, model)  # type: ignore[assignment]
     model.init_weights = functools.partial(_init_weights, model)  # type: ignore[assignment]
 
 
 def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None = None) -> Any:
-    """Call the model with the masks of its positions, whose functions no graph could take as inputs."""
+    """Call the model with masks for its positions: mask functions cannot be inputs of a graph."""
     masks = None
     if positions is not None and any(isinstance(part, FlexAttention) for part in model.modules()):
         masks = type(model).get_attention_masks(model, positions=positions)
@@ -205,11 +205,11 @@ def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None = None) ->
 
 
 def _no_masks(model: Decoder, positions: Tensor) -> None:
-    """Return None to the trainer, which makes masks outside of the model."""
+    """Return None to the trainer, which makes masks outside the model."""
 
 
 def _init_weights(model: Decoder, **kwargs: Any) -> None:
-    """Initialise the allocated parameters and buffers as one device does, each rank its shards."""
+    """Initialise the allocated parameters and buffers as on one device; each rank fills its shards."""
     parameter = next(model.parameters())
     assert isinstance(parameter, DTensor)
     initialize = functools.partial(type(model).init_weights, model, **kwargs)
@@ -217,7 +217,7 @@ def _init_weights(model: Decoder, **kwargs: Any) -> None:
 
 
 def _check_call(model: Decoder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments of a call without masks, or raise an error for a call that no plan serves."""
+    """Return the arguments of a call without masks; raise an error for a call that no plan serves."""
     if model._skip_lm_head:
         raise PlanError(
             "ChunkedLossWrapper calls lm_head outside of the model, whose parameters lie on the mesh. Build the "
@@ -233,5 +233,5 @@ def _check_call(model: Decoder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _to_local(model: nn.Module, args: Any, output: Any) -> Any:
-    """Return the rank's parts of the outputs, which the trainer's loss takes."""
+    """Return the rank's parts of the outputs, for the trainer's loss."""
     return pytree.tree_map_only(DTensor, DTensor.to_local, output)

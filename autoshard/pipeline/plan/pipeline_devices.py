@@ -25,19 +25,19 @@ from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.program.localize import localize
 from autoshard.specs.axes import MeshAxis, MeshShape
 
-# The axis of a stage's mesh where the pipeline's is the only one: a mesh has at least one axis.
+# The axis of a stage's mesh if the mesh has only the pipeline axis: a mesh needs at least one axis.
 ALONE = MeshAxis("device", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMesh:
-    """A mesh, one axis of which is the pipeline's.
+    """A mesh with a pipeline axis.
 
     Attributes:
         whole: all axes.
-        axis: name of the pipeline's axis.
-        devices: number of consecutive places along that axis that make up each pipeline rank: one, unless task graphs
-            ask for other numbers (Whale, 3.2.1: devices are taken one after another, as many as each asks for).
+        axis: the name of the pipeline axis.
+        devices: the number of consecutive positions on that axis for each pipeline rank: one, unless task graphs
+            request other numbers (Whale, 3.2.1: devices are taken in order, as many as each requests).
     """
 
     whole: MeshShape
@@ -46,7 +46,7 @@ class PipelineMesh:
 
     @staticmethod
     def of(mesh: MeshShape, axis: str, devices: Sequence[int] = ()) -> PipelineMesh:
-        """Return the pipeline along an axis; each place is a pipeline rank unless `devices` says otherwise.
+        """Return the pipeline along an axis; each position is a pipeline rank unless `devices` says otherwise.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -55,29 +55,29 @@ class PipelineMesh:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(self.devices)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first place of every pipeline rank along the axis."""
+        """The first position of every pipeline rank along the axis."""
         return tuple(itertools.accumulate((0, *self.devices[:-1])))
 
     def rank_at(self, place: int) -> int:
-        """Return the pipeline rank of a place along the axis."""
+        """Return the pipeline rank of a position along the axis."""
         return next(rank for rank in reversed(range(self.ranks)) if self.starts[rank] <= place)
 
     def stage(self, rank: int) -> MeshShape:
-        """Return the mesh of a stage: the other axes, and the pipeline's own where its rank has several places.
+        """Return the mesh of a stage: the other axes, and the pipeline axis itself if the rank has several positions.
 
-        A mesh of a single device stands for no axes.
+        A stage on a single device has a mesh with one axis of size 1.
         """
         count = self.devices[rank]
         axes = (replace(axis, size=count) if axis.name == self.axis else axis for axis in self.whole.axes)
         return MeshShape(tuple(axis for axis in axes if axis.name != self.axis or count > 1) or (ALONE,))
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the mesh, in row-major order, that make up a pipeline rank."""
+        """Return the mesh ranks of a pipeline rank, in row-major order."""
         position = self.whole.index(self.axis)
         places = range(self.starts[rank], self.starts[rank] + self.devices[rank])
         return tuple(member for member, at in enumerate(self.whole.coordinates()) if at[position] in places)
@@ -88,17 +88,17 @@ def stage_devices(cluster: Cluster, mesh: PipelineMesh) -> tuple[StageDevice, ..
 
     Args:
         cluster: the devices.
-        mesh: of the pipeline.
+        mesh: the mesh of the pipeline.
 
     Returns:
-        For every rank: the memory of its smallest device, in bytes; the speed of its slowest device in float32,
-        relative to the slowest one of the mesh, for which a `CostModel` of the whole mesh prices; the bandwidth of the
-        slowest link to the next rank.
+        For every rank: the memory of its smallest device, in bytes; the float32 speed of its slowest device, relative
+        to the slowest one of the mesh, to which a `CostModel` of the whole mesh applies; the bandwidth of the slowest
+        link to the next rank.
 
     Raises:
         MeshError: the cluster has fewer devices.
 
-    Source: Whale 3.3.2: work in proportion to speed, under the memory of every device.
+    Source: Whale 3.3.2: work in proportion to speed, within the memory of every device.
     """
     reference = cluster.slowest(range(mesh.whole.size)).peak(torch.float32)
     ranks = [mesh.members(rank) for rank in range(mesh.ranks)]
@@ -112,7 +112,7 @@ def stage_devices(cluster: Cluster, mesh: PipelineMesh) -> tuple[StageDevice, ..
 
 
 def check_axis(mesh: MeshShape, axis: str) -> None:
-    """Raise `MeshError` unless the mesh has an axis of that name with two ranks or more."""
+    """Raise `MeshError` unless the mesh has an axis with that name and at least two ranks."""
     if axis not in mesh.names:
         raise MeshError(
             f"the mesh has no axis {axis!r} for a pipeline; its axes are {mesh}. Name one of them, or add an axis."
@@ -125,9 +125,9 @@ def check_axis(mesh: MeshShape, axis: str) -> None:
 
 
 def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
-    """Return a cluster of equal devices for the ranks of one stage, which need not be neighbours.
+    """Return a cluster of equal devices for the ranks of one stage, which need not be adjacent.
 
-    Measured collectives have the strides of the stage's own mesh.
+    Measured collectives get the strides of the stage's own mesh.
     """
     place = mesh.index(axis)
     inner = math.prod(mesh.sizes[place + 1 :])
@@ -137,8 +137,8 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
         ranks = [rank for rank in range(mesh.size) if rank // inner % size == stage]
         hosts = [len(list(group)) for _, group in itertools.groupby(ranks, lambda rank: rank // block)]
         runs.update(hosts if len(hosts) > 1 else ())
-    # Of every host, a stage has the devices that lie together there. Where that differs from host to host, the greatest
-    # common divisor makes no link faster than it is.
+    # From every host, a stage has a run of adjacent devices. If its length varies between hosts, the greatest common
+    # divisor is used, with which no link is faster than in reality.
     per_host = math.gcd(*runs) if runs else max(block, mesh.size)
     measured = cluster.measured
     if measured is not None:
@@ -146,7 +146,7 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
         for (kind, grouping), curve in measured.collectives.items():
             if grouping.stride < inner:
                 collectives[kind, grouping] = curve
-            # An axis outside of the pipeline's: in a stage's mesh its ranks are nearer by number.
+            # An axis outside the pipeline's: in a stage's mesh its ranks have smaller strides.
             elif grouping.stride >= inner * size:
                 collectives[kind, Grouping(grouping.size, grouping.stride // size)] = curve
         measured = replace(measured, collectives=collectives)
@@ -154,12 +154,12 @@ def stage_cluster(cluster: Cluster, mesh: MeshShape, axis: str) -> Cluster:
 
 
 def slowest_cluster(cluster: Cluster, devices: int) -> Cluster:
-    """Return a cluster of equal devices: the slowest of the first `devices`, which has speed 1."""
+    """Return a cluster of equal devices: the slowest of the first `devices`, with speed 1."""
     return replace(cluster.first(devices), stretches=())
 
 
 def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
-    """Return for every rank of a pipeline the cluster of its devices: of their kind, with their memory."""
+    """Return, for every pipeline rank, the cluster of its devices, with their kind and memory."""
     if not cluster.stretches and max(mesh.devices) == 1:
         return (stage_cluster(cluster, mesh.whole, mesh.axis),) * mesh.ranks
     whole = cluster.first(mesh.whole.size)
@@ -167,12 +167,12 @@ def stage_clusters(cluster: Cluster, mesh: PipelineMesh) -> tuple[Cluster, ...]:
 
 
 def forward_fingerprint(step: MicrobatchStep) -> str:
-    """Return a hash of a forward graph that is the same on all ranks and in all runs."""
+    """Return a hash of a forward graph that is equal on all ranks and in all runs."""
     return step.forward_fingerprint
 
 
 def check_pipeline_options(target: Target) -> None:
-    """Raise `PlanError` if a pipeline can not have an option."""
+    """Raise `PlanError` if an option is not supported for pipelines."""
     moves = any(isinstance(value, Saving) and value.kind == "offload" for value in (target.hints or {}).values())
     refused = {
         "offload": target.settings.offload != "none" and "its stages keep their tensors on the device",
@@ -198,16 +198,16 @@ def stage_target(
     names: Collection[str] = (),
     dynamic: Dynamic | None = None,
 ) -> Target:
-    """Return the target with which one stage is planned and run.
+    """Return the target for planning and running one stage.
 
     Args:
-        target: of the whole model.
-        cluster: of the stage's ranks (`stage_clusters`).
-        plan: of the stage, if it is planned: its placements of inputs and outputs hold.
-        names: of the stage's inputs in the calls that it will run, which may be fewer than it was planned for.
-        dynamic: the dims of these inputs that are dynamic sizes, where its ranks take unequal shares.
+        target: the target of the whole model.
+        cluster: the cluster of the stage's ranks (`stage_clusters`).
+        plan: the stage's plan, if it has one: its placements of inputs and outputs apply.
+        names: the stage's inputs in the calls that it will run, which may be fewer than in its plan.
+        dynamic: the dims of these inputs with dynamic sizes, if its ranks have unequal shares.
     """
-    # Hints are resolved in the whole model; there they pin the parameters of stages. The model's inputs, outputs and
+    # Hints are resolved in the whole model, where they pin the parameters of stages. The model's inputs, outputs and
     # shares are not those of a stage.
     stage = replace(
         target,
@@ -240,14 +240,14 @@ def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape
     """Return shares of a microbatch in proportion to speed.
 
     Args:
-        planned: a stage with equal shares; speeds are those of its computation.
-        cluster: of the stage's ranks.
-        mesh: of the stage.
-        samples: in a microbatch.
+        planned: a stage with equal shares; speeds are those for its computation.
+        cluster: the cluster of the stage's ranks.
+        mesh: the mesh of the stage.
+        samples: the number per microbatch.
 
     Returns:
-        The shares along the first axis whose ranks have devices of different kinds; empty where all would be equal, or
-        a rank would get no sample.
+        The shares along the first axis whose ranks have different kinds of devices; empty if all would be equal, or a
+        rank would get no sample.
 
     Source: Whale 3.3.1, Formula 1.
     """
@@ -256,37 +256,37 @@ def proportional_shares(planned: PlannedStage, cluster: Cluster, mesh: MeshShape
         return {}
     devices = devices_along(cluster, mesh, axis)
     speeds = speeds_of(planned.planner, planned.plan, devices)
-    # Memory does not bound the shares here: `memory_share` takes it into account.
+    # Memory does not limit the shares here: `memory_share` accounts for it.
     counts = shares(samples, [Worker(speeds[device]) for device in devices], lambda _: 0)
     return {mesh.names[axis]: counts} if min(counts) and len(set(counts)) > 1 else {}
 
 
 def memory_share(given: RankShares, cluster: Cluster, mesh: MeshShape, limit: float) -> float:
-    """Return the part of a microbatch that the smallest memory is planned for, relative to an equal share.
+    """Return the part of a microbatch for which the smallest memory is planned, relative to an equal share.
 
-    A plan that fits the smallest memory of the stage with this part fits every device with its own share.
+    A plan that fits the stage's smallest memory with this part fits every device with its own share.
 
     Args:
         given: the shares of the ranks.
-        cluster, mesh: of the stage.
-        limit: bytes that no device may exceed.
+        cluster, mesh: the cluster and the mesh of the stage.
+        limit: a limit in bytes for all devices.
     """
     if not given:
         return 1.0
     ((name, counts),) = given.items()
-    # The memory of the other devices, in proportion to their shares, must not be less than that of the smallest.
+    # The memory of other devices, in proportion to their shares, must be at least that of the smallest.
     memories = [min(device.memory, limit) for device in devices_along(cluster, mesh, mesh.index(name))]
     equal = sum(counts) / len(counts)
     return max(count / equal * min(memories) / memory for count, memory in zip(counts, memories, strict=True))
 
 
 def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageCosts:
-    """Return the costs of a stage with its ranks' shares.
+    """Scale the costs of a stage to its ranks' shares.
 
     Args:
-        costs: of the stage as if shares were equal; its seconds of compute are those of the last device to finish.
+        costs: the stage's costs with equal shares; its compute seconds are those of the slowest device.
         given: the shares of the ranks.
-        part: of a microbatch that they hold (`memory_share`).
+        part: the part of a microbatch that they hold (`memory_share`).
     """
     if not given:
         return costs
@@ -301,14 +301,14 @@ def scale_to_shares(costs: StageCosts, given: RankShares, part: float) -> StageC
         backward_send_seconds=costs.backward_send_seconds * largest,
         saved_bytes=math.ceil(costs.saved_bytes * part),
         weight_saved_bytes=math.ceil(costs.weight_saved_bytes * part),
-        # Gathered parameters are among these bytes, and do not shrink with a share.
+        # Gathered parameters are included in these bytes, and do not shrink with a share.
         working_bytes=math.ceil(costs.working_bytes * max(part, 1.0)),
     )
 
 
 def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
-    """Raise `PlanError` if some operator of a stage can't have unequal shares as the stage's plan has it."""
-    # Stages of one graph have one program.
+    """Raise `PlanError` if an operator of a stage cannot have unequal shares with its strategy in the plan."""
+    # Stages with the same graph have the same program.
     seen: set[str] = set()
     for stage in planned:
         if stage.plan.shares and stage.plan.fingerprint not in seen:
@@ -319,6 +319,6 @@ def check_uneven_programs(planned: Iterable[PlannedStage]) -> None:
 
 
 def has_sample_per_rank(given: RankShares, samples: int) -> bool:
-    """Return True if every rank has a sample of a microbatch of so many samples."""
-    # A single sample would make the dynamic size a constant of the graph.
+    """Return True if every rank gets a sample of a microbatch with so many samples."""
+    # A single sample would make the dynamic size a constant in the graph.
     return all(samples > 1 and min(apportion(samples, counts)) > 0 for counts in given.values())

@@ -1,4 +1,4 @@
-"""What the step of a pipeline spends where, on average over its ranks: the work of stages, messages, and waiting."""
+"""Expenses of a pipeline's step, averaged over its ranks: work of stages, messages, and waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.specs.axes import MeshShape
 from autoshard.units import format_bytes
 
 SEND = "send"
-"""The kind of a term that is a message from one stage to another."""
+"""The kind of a term for messages between stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class StageWork:
     """The work of one stage.
 
     Attributes:
-        plan: of one microbatch.
-        costs: of one microbatch, as the simulation has them.
-        first, last: paths of the first and the last module that it runs operators of.
-        reduced: when it reduces the gradients that the reduction makes smaller.
+        plan: the plan for one microbatch.
+        costs: the costs for one microbatch, as in the simulation.
+        first, last: paths of the first and the last module whose operators it runs.
+        reduced: when it reduces the gradients that become smaller by reduction.
     """
 
     plan: ShardingPlan
@@ -42,36 +42,36 @@ class StageWork:
 
     @property
     def exposed(self) -> float:
-        """Seconds of one microbatch in which a device communicates inside the stage and does not compute."""
+        """Seconds per microbatch in which a device communicates inside the stage but does not compute."""
         return self.plan.expenses().exposed if self.plan.step_replay.compute else 0.0
 
     @property
     def reduction_seconds(self) -> float:
-        """Seconds of the collectives that reduce gradients once per step, before overlap."""
+        """Seconds of collectives that reduce gradients once per step, before overlap."""
         deferred = (sent.count * sent.seconds for sent in self.plan.collectives if self.is_deferred(sent))
         return sum(deferred) + self.costs.tied_seconds
 
     def is_deferred(self, sent: Collective) -> bool:
-        """Return True if a collective of the plan runs once per step, and not with every microbatch."""
+        """Return True if a collective of the plan runs once per step, not with every microbatch."""
         return sent.gradient and (self.reduced == "step" or sent.kind != "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class PipelineExpenses(StepExpenses):
-    """What the step of a pipeline spends on one device.
+    """The expenses of a pipeline's step on one device.
 
-    Seconds are the mean over the pipeline's ranks: work of one rank of two counts half, and while it lasts, the other
-    rank works too, or waits in the bubble. So a module counts as much on whichever rank it runs. Counts and bytes are
-    those of one device of the rank that runs the module, for all microbatches.
+    Seconds are the mean over the pipeline's ranks: work on one of two ranks counts half, and meanwhile the other rank
+    also works, or waits in the bubble. So a module counts equally on any rank. Counts and bytes are those of one device
+    of the rank that runs the module, for all microbatches.
 
     Attributes:
         mesh: all axes.
-        axis: the name of the one of the pipeline.
-        stages: in their order.
+        axis: the name of the pipeline axis.
+        stages: the stages in order.
         step: the simulated step.
         contention: as in `PipelinePlan`.
-        capacities: for every rank, the bytes of one of its devices; 0 where they are not known.
-        order: the schedule in words.
+        capacities: for every rank, the bytes of one of its devices; 0 if unknown.
+        order: the schedule as text.
     """
 
     mesh: MeshShape
@@ -111,7 +111,7 @@ class PipelineExpenses(StepExpenses):
         return dict(terms)
 
     def _stage_terms(self) -> Iterator[tuple[Term, Amount]]:
-        """Yield the work inside of stages, in seconds of their ranks."""
+        """Yield the work inside stages, in seconds of their ranks."""
         number = self.step.schedule.microbatches
         for stage in self.stages:
             for choice in stage.plan.choices:
@@ -122,7 +122,7 @@ class PipelineExpenses(StepExpenses):
                 yield Term(sent.kind, sent.axis, sent.phase, sent.module), amount
 
     def _messages(self) -> Iterator[tuple[Term, Amount]]:
-        """Yield the messages between ranks, at the module that makes what is sent."""
+        """Yield the messages between ranks, at the module that computes what is sent."""
         for task in self.step.tasks:
             if task.stream == LINK:
                 action = Action.parse(task.name)
@@ -134,7 +134,7 @@ class PipelineExpenses(StepExpenses):
                 yield term, Amount(1, sent, task.seconds)
 
     def _tied_gradients(self) -> Iterator[tuple[Term, Amount]]:
-        """Yield the sums of gradients of parameters that several stages hold."""
+        """Yield the sums of gradients of parameters that several stages share."""
         for stage in self.stages:
             costs = stage.costs
             if costs.tied_seconds:
@@ -158,15 +158,15 @@ class PipelineExpenses(StepExpenses):
         return self._runs_per_rank * inside + max(0.0, busy - nominal) / self._ranks
 
     def _exposed_between_stages(self, rank: int) -> float:
-        """Return the seconds in which a rank receives messages or reduces gradients, and runs no stage."""
+        """Return the seconds in which a rank receives messages or reduces gradients, but runs no stage."""
         receiving = self._busy_seconds(rank, COMPUTE, LINK) - self._busy_seconds(rank, COMPUTE)
         reducing = self._busy_seconds(rank, COMPUTE, LINK, REDUCTION) - self._busy_seconds(rank, COMPUTE, LINK)
-        # The rest of the reduction's time copies gradients to buckets and back.
+        # The rest of the reduction's time is spent on copying gradients to buckets and back.
         placed = zip(self.step.schedule.placement, self.stages, strict=True)
         return receiving + min(reducing, sum(stage.reduction_seconds for place, stage in placed if place == rank))
 
     def _busy_seconds(self, rank: int, *streams: str) -> float:
-        """Return the seconds in which a rank has tasks on some streams; a message is its receiver's, which waits."""
+        """Return the seconds in which a rank has tasks on some streams; a message counts for its receiver."""
         tasks = zip(self.step.tasks, self.step.starts, self.step.ends, strict=True)
         return covered_seconds(
             (start, end) for task, start, end in tasks if task.ranks[-1] == rank and task.stream in streams
@@ -183,7 +183,7 @@ class PipelineExpenses(StepExpenses):
 
     @property
     def _tightest(self) -> int:
-        """The rank of the largest peak."""
+        """The rank with the largest peak."""
         return max(range(self._ranks), key=self.step.peaks.__getitem__)
 
     @property

@@ -1,4 +1,4 @@
-"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the order in which stages run."""
+"""`PipelinePlan`: the stage of every operator, the sharding of every stage, and the schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autoshard.units import format_bytes, format_seconds
 _SIZE = {"type": "integer", "minimum": 1}
 _OPTIONAL = {"type": ["number", "null"]}
 _COSTS = record(**{item.name: NUMBER if item.type == "float" else COUNT for item in dataclasses.fields(StageCosts)})
-# Files that older versions wrote lack them.
+# Files of older versions lack them.
 _COSTS["required"] = [name for name in _COSTS["required"] if name not in ("tied_bytes", "tied_seconds")]
 _SCHEMA = record(
     mesh={**table(_SIZE), "minProperties": 1},
@@ -67,7 +67,7 @@ _SCHEMA = record(
 )
 
 
-# The schema of stages is a part of the pipeline's; what no schema can express is checked here.
+# The schema of stages is part of the pipeline's; checks beyond a schema are made here.
 def _check_stages(data: Mapping[str, Any], what: str) -> None:
     for index, stage in enumerate(data["stages"]):
         SHARDING.check(stage, f"stage {index} of {what}")
@@ -83,32 +83,32 @@ class PipelinePlan(HasReport):
     A plan is data: it holds no tensor and no process group, compares by value, and round-trips through JSON.
 
     Attributes:
-        mesh: all axes, the pipeline's among them.
-        axis: name of the pipeline axis.
-        stage_of: the stage of every operator of one microbatch's forward graph, by the name of its node.
-        recomputed: values by the name of their node, and the stages that recompute them instead of receiving them.
-        schedule: the order on every pipeline rank; it has the rank of every stage, the number of microbatches, and that
-            of stages per rank.
+        mesh: all axes, including the pipeline axis.
+        axis: the name of the pipeline axis.
+        stage_of: the stage of every operator in the forward graph of one microbatch, by node name.
+        recomputed: values by node name, and the stages that recompute them instead of receiving them.
+        schedule: the order on every pipeline rank, including the rank of every stage, and the numbers of microbatches
+            and of stages per rank.
         stages: the plan of every stage, on the mesh of its ranks (`layout.stage`).
-        reduced: for every stage, when it reduces the gradients that the reduction makes smaller, such as those of
-            parameters that are sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; if it
-            is empty, all once. Other gradients are added up over the microbatches, and reduced once.
-        modules: for every stage, paths of the first and the last module that it runs operators of.
-        costs: of every stage, for one microbatch; empty if they were not computed.
+        reduced: for every stage, when it reduces the gradients that become smaller by reduction, such as those of
+            parameters sharded over data-parallel ranks: `"step"`, once, or `"microbatch"`, every time; empty means once
+            for all stages. Other gradients are summed over the microbatches, and reduced once.
+        modules: for every stage, paths of the first and the last module whose operators it runs.
+        costs: the costs of every stage for one microbatch; empty if they were not computed.
         step_seconds: predicted time of one step: all microbatches forward and backward, without the optimizer's step.
-        bubble: share of all pipeline ranks' time in which they do not compute.
-        peaks: for every pipeline rank, the most bytes that one of its devices holds at once.
-        capacities: for every pipeline rank, the memory of one of its devices in bytes; 0 where it is not known.
+        bubble: fraction of all pipeline ranks' time in which they do not compute.
+        peaks: for every pipeline rank, the peak bytes of one of its devices.
+        capacities: for every pipeline rank, the memory of one of its devices in bytes; 0 if unknown.
         table: the candidates for the schedule, with their verdicts.
-        cluster: name of the cluster that it was priced for.
-        contention: seconds that a second of communication costs the computation beside it there.
-        fingerprint: of one microbatch's forward graph.
-        timings: seconds of every phase of planning.
-        versions: versions of `"autoshard"` and `"torch"` that made it.
+        cluster: name of the cluster whose prices were used.
+        contention: seconds by which one second of communication slows down concurrent compute there.
+        fingerprint: the fingerprint of one microbatch's forward graph.
+        timings: seconds of every planning phase.
+        versions: the versions of `"autoshard"` and `"torch"` that made the plan.
         devices: for every pipeline rank, its number of devices along the axis; empty if each has one.
-        replanner: answers `why_not`; None where the plan does not remember how it was made. It holds the example call,
-            of a model on the meta device what was captured of it, and no weights. It is no part of the plan's value,
-            file or pickle.
+        replanner: answers `why_not`; None if the plan does not remember how it was made. It holds the example call, for
+            a model on the meta device also its captures, and no weights. It is not part of the plan's value, file or
+            pickle.
     """
 
     mesh: MeshShape
@@ -136,7 +136,7 @@ class PipelinePlan(HasReport):
     ) = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # A plan may come from a file that was written by hand.
+        # A plan may come from a file written by hand.
         places = self.mesh.sizes[self.mesh.index(self.axis)]
         if self.devices and sum(self.devices) != places:
             raise PlanError(
@@ -149,7 +149,7 @@ class PipelinePlan(HasReport):
                 f"the schedule is for {self.schedule.ranks} ranks, and pipeline axis {self.axis} of the mesh "
                 f"{self.mesh} has {ranks}: a plan needs an order for every rank."
             )
-        # Costs and moments of reduction may be left out, plans of stages may not.
+        # Costs and times of reduction may be missing, but not plans of stages.
         counts = {"stages": len(self.stages), "costs": len(self.costs), "reduced": len(self.reduced)}
         for what, count in counts.items():
             if count != self.schedule.stages and (count or what == "stages"):
@@ -165,7 +165,7 @@ class PipelinePlan(HasReport):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of one step."""
+        """Microbatches per step."""
         return self.schedule.microbatches
 
     @property
@@ -179,23 +179,23 @@ class PipelinePlan(HasReport):
         return any(stage.shares for stage in self.stages)
 
     def reduced_at(self, stage: int) -> DeferredReduction:
-        """Return when a stage reduces the gradients that the reduction makes smaller."""
+        """Return when a stage reduces the gradients that become smaller by reduction."""
         return self.reduced[stage] if self.reduced else "step"
 
     @property
     def fits(self) -> bool:
-        """True if every peak is within its capacity, or capacities are not known."""
+        """True if every peak is within its capacity, or capacities are unknown."""
         return all(
             not capacity or peak <= capacity for peak, capacity in zip(self.peaks, self.capacities, strict=False)
         )
 
     @property
     def simulation(self) -> Simulation:
-        """The predicted step, event by event, on one device of every pipeline rank."""
+        """The predicted step, event by event, on one device per pipeline rank."""
         return simulate(self.schedule, self.costs, self.contention)
 
     def expenses(self) -> PipelineExpenses:
-        """Return what a step spends: seconds and bytes by mesh axis, kind and module; it prints as tables.
+        """Return the expenses of a step: seconds and bytes by mesh axis, kind and module; it prints as tables.
 
         Raises:
             PlanError: the plan was built without costs of its stages.
@@ -219,22 +219,22 @@ class PipelinePlan(HasReport):
         microbatches: int | None = None,
         virtual: int | None = None,
     ) -> Alternative[PipelinePlan]:
-        """Find the best plan that has what is asked for, and what it costs in place of this one, term by term.
+        """Find the best plan with requested properties, and its cost compared to this plan, term by term.
 
-        It takes about as long as this plan took; of a model on the meta device, without the captures. The options that
-        this plan was made with stay, where nothing else is asked: if they left the schedule open, another number of
-        microbatches may come with another schedule. Of the plan's hints, those under the same globs are replaced.
+        It takes about as long as this plan took; for a model on the meta device, without the captures. Other options
+        are those of this plan: if they left the schedule open, another number of microbatches may come with another
+        schedule. Of the plan's hints, those with the same globs are replaced.
 
         Args:
-            asked: placements and primitives, as for `ShardingPlan.why_not`; axes are those inside of stages.
+            asked: placements and primitives, as for `ShardingPlan.why_not`; axes are those inside stages.
             schedule, microbatches, virtual: as in `Pipeline`.
 
         Raises:
-            PlanError: the plan was loaded from a file, or is of a parallelised module, so that it does not remember how
-                it was made (`autoshard.why_not` takes the model); or the model exists no more, or changed; or a number
-                is not valid.
-            HintError: nothing is asked for, or a hint names what the model or the mesh does not have.
-            PipelineError: there is no schedule of that name.
+            PlanError: the plan was loaded from a file, or belongs to a parallelised module, so that it does not
+                remember how it was made (`autoshard.why_not` takes the model); or the model no longer exists, or has
+                changed; or a number is not valid.
+            HintError: nothing is requested, or a hint names something that the model or the mesh does not have.
+            PipelineError: there is no schedule with that name.
         """
         if self.replanner is None:
             raise forgotten_error()
@@ -242,7 +242,7 @@ class PipelinePlan(HasReport):
         return self.replanner(self, asked or {}, {name: value for name, value in requests.items() if value is not None})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are of the value alone.
+        # Copies and pickles contain only the value.
         return PipelinePlan._of_values, (self._values(),)
 
     @staticmethod
@@ -261,7 +261,7 @@ class PipelinePlan(HasReport):
     def report(self) -> Report:
         """Return the plan as a tree: key figures, its step, stages, ranks, schedules, and all stage plans."""
         parts: list[Part] = [self._facts()]
-        # Plans that are built by hand may have no costs, and then no predicted step.
+        # Plans built by hand may have no costs, and then no predicted step.
         if self.costs:
             parts += step_sections(self.simulation, self.capacities, self.stage_modules, self.costs)
         parts.append(sources_section(list(self.stages)))
@@ -271,11 +271,11 @@ class PipelinePlan(HasReport):
 
     @property
     def stage_modules(self) -> tuple[tuple[str, str], ...]:
-        """For every stage, its first and last module; the root for plans that were built without `modules`."""
+        """For every stage, its first and last module; the root module for plans without `modules`."""
         return self.modules or (("", ""),) * len(self.stages)
 
     def _facts(self) -> Facts:
-        """Return the facts at the head of the plan."""
+        """Return the key facts of the plan."""
         cluster = f" on cluster {self.cluster}" if self.cluster else ""
         ranks = f", ranks of {', '.join(map(str, self.devices))} devices" if self.devices else ""
         subject = self.stages[0].subject if self.stages else {}
@@ -331,7 +331,7 @@ class PipelinePlan(HasReport):
         """Explain the placements of the parameters and modules that a glob matches, stage by stage.
 
         Args:
-            path_glob: glob over parameter names and module paths; a matching module includes all below it.
+            path_glob: glob over parameter names and module paths; a matching module includes everything below it.
 
         Returns:
             The text of `ShardingPlan.explain` for every stage where something matches.
@@ -342,7 +342,7 @@ class PipelinePlan(HasReport):
         return str(self.explanation(path_glob))
 
     def explanation(self, path_glob: str) -> Report:
-        """Return the report whose text is that of `explain`."""
+        """Return the report that `explain` prints."""
         sections = tuple(
             Section(f"stage {index}", stage.explanation(path_glob).parts)
             for index, stage in enumerate(self.stages)
@@ -354,7 +354,7 @@ class PipelinePlan(HasReport):
         return Report.of("", sections)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted step as a trace that Perfetto and chrome://tracing load."""
+        """Write the predicted step as a trace for Perfetto and chrome://tracing."""
         step = self.simulation
         Path(path).write_text(trace(step.tasks, step.starts, step.ends, step.memory), "utf-8")
 
@@ -362,13 +362,13 @@ class PipelinePlan(HasReport):
         """Check that the plan was made for this model, with these microbatches, on this mesh.
 
         Args:
-            mesh: all axes of the mesh that it will be applied on.
-            fingerprint: of the forward graph of one microbatch (`pipeline_devices.forward_fingerprint`).
+            mesh: all axes of the mesh to apply the plan to.
+            fingerprint: the fingerprint of one microbatch's forward graph (`pipeline_devices.forward_fingerprint`).
 
         Raises:
-            PlanError: it was not; the message names every difference.
+            PlanError: the plan does not fit; the message names every difference.
         """
-        # All differences in one error: which of them matters, the user knows best.
+        # All differences in one error: the user knows best which of them matters.
         differences = []
         if mesh != self.mesh:
             differences.append(f"it was made for the mesh {self.mesh}; this mesh is {mesh}")
@@ -385,7 +385,7 @@ class PipelinePlan(HasReport):
 
     def to_json(self) -> str:
         """Return the plan as a JSON text with a checksum of its content."""
-        # Fields in their order; JSON has tuples as lists.
+        # Fields in their order; tuples are lists in JSON.
         data = self._values() | {
             "mesh": {axis.name: axis.size for axis in self.mesh.axes},
             "schedule": {
@@ -404,12 +404,12 @@ class PipelinePlan(HasReport):
         """Read the text of `to_json`; `what` names the text in errors.
 
         Raises:
-            PlanError: the text is cut short, was edited, is of another format or version, or is no pipeline's plan.
-            PipelineError: the orders are those of no schedule.
+            PlanError: the text is truncated, edited, of another format or version, or not a pipeline plan.
+            PipelineError: the orders do not form a schedule.
         """
         data = plan_data.decode(text, what, FORMAT)
         schedule = data["schedule"]
-        # `Schedule` checks the orders: an edited file may hold those of no schedule.
+        # `Schedule` checks the orders: those in an edited file may not form a schedule.
         orders = tuple(tuple(map(Action.parse, order)) for order in schedule["orders"])
         attributes = dict(data) | {
             "mesh": MeshShape.of(data["mesh"]),

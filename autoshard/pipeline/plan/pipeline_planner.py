@@ -44,10 +44,10 @@ from autoshard.planner.planning import freeze_older_objects
 from autoshard.specs.axes import MeshShape
 from autoshard.version import __version__
 
-# The most shapes that are planned where many are possible: estimates by two planned ones choose the third.
+# The maximum number of shapes to plan if many are possible: estimates from two planned ones select the third.
 _MAX_PLANNED_SHAPES = 3
-_FASTEST = "the fastest of the estimates"  # of the shapes that were planned, another one was chosen
-# Of the shape that is planned first: it is idle for less than a quarter of its work.
+_FASTEST = "the fastest of the estimates"  # another one of the planned shapes was chosen
+# For the shape planned first: it is idle for less than a quarter of its work.
 _MICROBATCHES_PER_RANK = 4
 
 
@@ -61,42 +61,43 @@ def plan_pipeline(
     known: dict[PipelineShape, PlannedShape] | None = None,
     stopping: Stopping | None = None,
 ) -> PipelinePlan:
-    """Decide how a model runs as a pipeline, and change nothing.
+    """Plan a model as a pipeline, without changing anything.
 
-    For a shape, a number of microbatches and of stages per rank: the forward graph of one microbatch is assigned to
-    stages (Rhino 5.1) at two tolerances of their balance, and the assignment with the shorter simulated step is kept;
-    each stage is planned as any module is, on the mesh of its ranks; and all schedules are simulated with what its
-    program then costs and holds. A shape for which nothing fits is planned again with limits of memory and with
-    recomputation, as far as the options allow it. Where devices differ inside a stage, the best shape is planned once
-    more, with shares of every microbatch in proportion to their speed, and the faster plan is taken (`shares="auto"`).
+    For each shape, a number of microbatches and of stages per rank, the forward graph of one microbatch is assigned to
+    stages (Rhino 5.1) with two tolerances of their balance, and the assignment with the shorter simulated step is kept.
+    Each stage is planned like any module, on the mesh of its ranks, and all schedules are simulated with the seconds
+    and bytes of its program. A shape for which nothing fits is planned again with memory limits and with recomputation,
+    as far as the options allow. If devices differ inside a stage, the best shape is planned once more, with shares of
+    every microbatch in proportion to their speed, and the faster plan is used (`shares="auto"`).
 
-    That much is exact, by the prices of the cluster, and is done for at most three shapes. The others are estimated:
-    totals of the planned stages lie on a line in the size of the microbatch, and each stage has its share of the graph.
-    The shape that is best by the estimates is planned next, until the best shape is a planned one. The plan is the
-    fastest of the planned shapes; `table` holds the estimates of all others.
+    These plans are exact by the cluster's prices, but at most three shapes are planned. The others are estimated:
+    totals of the planned stages are linear in the size of the microbatch, and each stage has its share of the graph.
+    The best shape by the estimates is planned next, until the best shape is a planned one. The result is the fastest
+    planned shape; `table` contains the estimates of all others.
 
     Args:
-        captures: of a call with the whole batch; its tensors may be on the meta device. What is captured now is added.
+        captures: the captures of a call with the whole batch; its tensors may be on the meta device. New captures are
+            added.
         mesh: all axes.
-        pipeline: the axis along which the stages lie, which has to be named. Its schedule is `"auto"` for all, or one
+        pipeline: the axis along which stages are placed, which must be named. Its schedule is `"auto"` for all, or one
             of `pipeline.schedules.SCHEDULES`, or `"custom"`. Its microbatches are `"auto"` for all divisors of the
             batch up to sixteen per rank, or a number. Its stages per rank are `"auto"` for one to four, or a number;
             pipeline ranks with different devices have one stage each unless a number is given.
         target: as for `autoshard.plan`; `memory_limit` is that of a device for the whole step, `time_limit` that of the
-            whole search without captures. When the time is over, the best of the shapes planned so far is the plan, and
-            `table` notes that; the first shape is planned in any case.
-        begin: the number of microbatches that is planned first; by default about four per rank, such that each device
-            of a stage has a part of a microbatch.
-        known: shapes that were planned before, for the same captures, mesh and options; those planned now are added.
+            whole search without captures. Afterwards the best shape planned so far is the plan, and `table` notes that;
+            the first shape is planned in any case.
+        begin: the number of microbatches to plan first; by default about four per rank, such that each device of a
+            stage has a part of a microbatch.
+        known: shapes planned earlier, with the same captures, mesh and options; shapes planned now are added.
         stopping: further limits of the search.
 
     Returns:
         The plan.
 
     Raises:
-        BudgetError: nothing fits; the message names what needs least.
+        BudgetError: nothing fits; the message names the smallest need.
         PlanError: the model has fewer operators than stages, or an option is not valid for a pipeline.
-        PipelineError: a schedule or a number is not valid, or the batch does not divide.
+        PipelineError: a schedule or a number is not valid, or the batch is not divisible.
         CaptureError, InputError, HintError, MeshError: as for `autoshard.plan`.
         KeyboardInterrupt: Ctrl-C before any plan fits; later, the best plan so far is returned, with a warning.
     """
@@ -123,7 +124,7 @@ def plan_pipeline(
         marked = planner.marked_devices(begin)
         if marked:
             layout = PipelineMesh.of(shape, pipeline.axis, marked)
-            # Shapes that were planned for equal ranks are of no use here.
+            # Shapes planned for equal ranks cannot be used here.
             planner = new_planner(layout, [given] * layout.ranks, {})
         plan = planner.run(begin)
         uneven = planner.shares_by_speed(plan) if target.shares == "auto" else []
@@ -133,12 +134,12 @@ def plan_pipeline(
         try:
             uneven_plan = new_planner(layout, uneven, {}, same_shape).run()
         except (BudgetError, CaptureError, InputError, PlanError):
-            # There is no room for unequal shares, or an operator needs equal ones.
+            # Unequal shares do not fit, or an operator needs equal ones.
             return plan
         except KeyboardInterrupt:
             planner.warn_of_interruption(plan.step_seconds)
             return plan
-        # Shares are taken only where they gain: equal ones need no dynamic sizes.
+        # Use shares only if they gain: equal ones need no dynamic sizes.
         if not uneven_plan.fits or uneven_plan.step_seconds >= plan.step_seconds:
             return plan
         table = (replace(line, verdict=f"equal shares of the batch: {line.verdict}") for line in plan.table)
@@ -146,9 +147,9 @@ def plan_pipeline(
 
 
 class _PipelinePlanner:
-    """Searches the shapes of one pipeline: plans some, estimates the others, and chooses.
+    """Searches the shapes of one pipeline: plans some, estimates the others, and chooses the best.
 
-    Arguments are those of `plan_pipeline`, with the mesh of every pipeline rank and what its devices take of a
+    The arguments are those of `plan_pipeline`, with the mesh of every pipeline rank and its devices' shares of a
     microbatch.
     """
 
@@ -177,7 +178,7 @@ class _PipelinePlanner:
             (device.speed, device.memory) != (devices[0].speed, devices[0].memory) for device in devices
         )
         self.schedule_names = names_to_try(pipeline.schedule)
-        # Stages are assigned to ranks round and round; in a V they would lie on other devices.
+        # Stages are assigned to ranks round-robin; in a V they would be on other devices.
         if self.has_unequal_devices:
             self.schedule_names = [
                 name for name in self.schedule_names if name not in SCHEDULES or not SCHEDULES[name].turns
@@ -216,7 +217,7 @@ class _PipelinePlanner:
         try:
             if self.pipeline.virtual == "auto" and first is not None:
                 graph = self.shape_planner.microbatch_graph(first.microbatches)
-                # Marked stages have devices of their own: one per rank.
+                # Marked stages have their own devices, so there is one per rank.
                 if self.shape_planner.stage_marks(graph):
                     self.possible = [shape for shape in self.possible if shape.virtual == 1]
             if first is not None and first not in self.planned_shapes:
@@ -227,7 +228,7 @@ class _PipelinePlanner:
             estimates = self._follow_estimates() if len(self.possible) > 1 else ()
         except KeyboardInterrupt:
             self.stopping.interrupted = True
-        # Without any planned shape, the search below refuses all requested ones, with reasons for the error.
+        # If no shape is planned, the search below refuses all requested ones, with reasons for the error.
         shapes = list(self.planned_shapes) or self.requested
         search = self._search_schedules(self._planned_costs, shapes, self.memory_limits)
         if search.best is None and self.stopping.interrupted:
@@ -241,11 +242,11 @@ class _PipelinePlanner:
         return self._build_plan(search.best, (*search.table(), *estimates))
 
     def marked_devices(self, begin: int | None) -> tuple[int, ...]:
-        """Return the numbers of devices that task graphs in `forward` ask for along the pipeline's axis.
+        """Return the numbers of devices that task graphs in `forward` request along the pipeline axis.
 
-        Empty where every marked task graph has one place on the axis, or the numbers are of devices inside of stages.
+        Empty if every marked task graph has one position on the axis, or the numbers are of devices inside stages.
 
-        Source: Whale 3.2.1: devices are taken one after another, as many as each task graph asks for.
+        Source: Whale 3.2.1: devices are taken in order, as many as each task graph requests.
         """
         first = self._first_shape(begin) or next(iter(self.requested), None)
         if first is None:
@@ -254,7 +255,7 @@ class _PipelinePlanner:
         return counts if 1 < len(counts) < self.ranks == sum(counts) else ()
 
     def _is_late(self) -> bool:
-        """Return True if the search has to end with the plans that there are.
+        """Return True if the search must end with the existing plans.
 
         It ends after Ctrl-C, after the time limit if a plan fits, and at the deadline.
         """
@@ -265,19 +266,19 @@ class _PipelinePlanner:
         return self._best_seconds() < math.inf
 
     def shares_by_speed(self, plan: PipelinePlan) -> list[RankShares]:
-        """Return for every pipeline rank the shares of a microbatch in proportion to the speed of its devices.
+        """Return, for every pipeline rank, the shares of a microbatch in proportion to the speed of its devices.
 
         Args:
-            plan: the plan that this planner made, with equal shares.
+            plan: this planner's plan, with equal shares.
 
         Returns:
-            The shares; empty where there is no more time to plan with them.
+            The shares; empty if no time is left to plan with them.
         """
         if self.stopping.interrupted or self.shape_planner.seconds_left <= 0:
             return []
         planned = self.planned_shapes[PipelineShape(plan.microbatches, plan.virtual)].planned
         shares: dict[int, RankShares] = {}
-        # The first stage of every rank: further ones, where ranks have several, are behind the end of `target_of`.
+        # The first stage of every rank: further stages of a rank are after the end of `target_of`.
         for index, stage in zip(self.shape_planner.target_of, planned, strict=False):
             if index not in shares:
                 where = self.shape_planner.targets[index]
@@ -287,14 +288,14 @@ class _PipelinePlanner:
         return [shares[index] for index in self.shape_planner.target_of]
 
     def warn_of_interruption(self, seconds: float) -> None:
-        """Warn that the plan, with a step of so many seconds, is the best one until Ctrl-C."""
+        """Warn that the plan, with a step of `seconds`, is the best one found before Ctrl-C."""
         warn_caller(
             f"the search for a pipeline was interrupted after {time.perf_counter() - self.start:.1f} s: this is the "
             f"best plan met until then, {seconds:.6g} s per step. Plan again for a better one."
         )
 
     def _is_possible(self, shape: PipelineShape) -> bool:
-        """Return True if a requested schedule has such a shape, and every device a part of a microbatch."""
+        """Return True if a requested schedule has such a shape, and every device gets a part of a microbatch."""
         if any(not has_sample_per_rank(given, self.batch // shape.microbatches) for given in self.shares):
             return False
         families = [SCHEDULES.get(name) for name in self.schedule_names]
@@ -318,12 +319,12 @@ class _PipelinePlanner:
         return _nearest_shape(self._fully_used_shapes(begin), begin or _MICROBATCHES_PER_RANK * self.ranks)
 
     def _second_shape(self, first: PipelineShape, begin: int | None) -> PipelineShape | None:
-        """Return the shape to plan next.
+        """Return the shape to plan second.
 
-        It has half as many microbatches as the first, or twice as many where those of the first hold too much.
+        It has half as many microbatches as the first, or twice as many if those of the first need too much memory.
         """
-        # Fewer microbatches are larger ones, which take less time and hold more: they pay where memory did not slow the
-        # first shape down.
+        # Fewer, larger microbatches take less time and more memory: they pay if memory did not slow the first shape
+        # down.
         planned = self.planned_shapes.get(first)
         roomy = (
             planned is not None
@@ -337,21 +338,21 @@ class _PipelinePlanner:
         return _nearest_shape(wanted or others, first.microbatches / 2 if roomy else first.microbatches * 2)
 
     def _fully_used_shapes(self, begin: int | None) -> list[PipelineShape]:
-        """Return shapes with the fewest stages, and unless `begin` is given a sample for each device of a stage."""
+        """Return shapes with the fewest stages and, unless `begin` is given, a sample for each device of a stage."""
         fewest = min((shape.virtual for shape in self.possible), default=1)
         shapes = [shape for shape in self.possible if shape.virtual == fewest]
         most_devices = max(mesh.size for mesh in self.shape_planner.meshes)
         return [shape for shape in shapes if begin or self.batch // shape.microbatches >= most_devices] or shapes
 
     def _follow_estimates(self) -> tuple[ScheduleCandidate, ...]:
-        """Plan the shape that is best by what is known, until that is planned; return the lines of the other shapes."""
+        """Plan the best shape by current estimates until it is a planned one; return the table rows of the others."""
         ways = sorted({shape.virtual for shape in self.possible})
         # A larger number of stages per rank is considered only once the largest considered one is the best.
         considered = 2
         while True:
             shapes = [shape for shape in self.possible if shape.virtual in ways[:considered]]
             search = self._search_schedules(self.estimates.costs, shapes, self.memory_limits)
-            # A shape whose estimate does not fit may fit once it is planned for less memory.
+            # A shape whose estimate does not fit may fit when planned with less memory.
             if search.best is None:
                 search = self._search_schedules(self.estimates.costs, shapes, (math.inf,) * self.ranks)
             best = None if search.best is None else PipelineShape(*search.best.size)
@@ -378,14 +379,14 @@ class _PipelinePlanner:
             graph = self.shape_planner.microbatch_graph(shape.microbatches)
             assignments = self.shape_planner.stage_assignments(shape, graph)
             costs = self.estimates.assignment_costs(assignments, graph, shape.microbatches)
-            # A single assignment needs no comparison, which takes a search over all schedules.
+            # A single assignment needs no comparison, which would search all schedules.
             steps = [self._fastest_seconds(shape, each, False) for each in costs] if len(costs) > 1 else [0.0]
             stages = assignments[steps.index(min(steps))]
             self.planned_shapes[shape] = self.shape_planner.plan(shape, stages, self._best_seconds())
         except BudgetError as error:
             self.errors[shape] = error
         except PlanError as error:
-            # With more stages per rank the model may have too few operators; with one, no shape will do.
+            # With more stages per rank the model may have too few operators; if one is too many, no shape will do.
             if shape.virtual == 1:
                 raise
             self.errors[shape] = error
@@ -396,7 +397,7 @@ class _PipelinePlanner:
         return min((self._fastest_seconds(shape, known.costs, True) for shape, known in planned), default=math.inf)
 
     def _fastest_seconds(self, shape: PipelineShape, costs: Sequence[StageCosts], fitting: bool) -> float:
-        """Return the seconds of the fastest schedule of one shape, of those that fit or of all; infinity if none."""
+        """Return the seconds of the fastest schedule of a shape, among those that fit or all; infinity if none."""
         limits = self.memory_limits if fitting else (math.inf,) * self.ranks
         best = self._search_schedules(lambda *_: costs, [shape], limits).best
         return math.inf if best is None else best.step_seconds
@@ -417,7 +418,7 @@ class _PipelinePlanner:
         return None if planned is None else planned.costs
 
     def _no_plan_error(self, search: ScheduleSearch) -> Exception:
-        """Return the error that names what needs least of what was planned, or why nothing could be planned."""
+        """Return the error that names the smallest need of what was planned, or why nothing could be planned."""
         if not self.planned_shapes and self.errors:
             return min(self.errors.values(), key=lambda error: getattr(error, "peak", None) or math.inf)
         return search.no_schedule_error()
@@ -450,5 +451,5 @@ class _PipelinePlanner:
 
 
 def _nearest_shape(shapes: Sequence[PipelineShape], wanted: float) -> PipelineShape | None:
-    """Return the shape whose number of microbatches is nearest to `wanted`, of equally near ones the smaller."""
+    """Return the shape whose number of microbatches is nearest to `wanted`; of equally near ones the smaller."""
     return min(shapes, key=lambda shape: (abs(math.log(shape.microbatches / wanted)), shape), default=None)

@@ -1,4 +1,4 @@
-"""`PipelineReplanner`: plans the pipeline of a call once more under other hints and options, to say what these cost."""
+"""`PipelineReplanner`: plans a call's pipeline again with other hints and options, to show their cost."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _REQUESTS = ("schedule", "microbatches", "virtual")
 
 @dataclass(frozen=True, slots=True)
 class PipelineReplanner:
-    """Finds the best pipeline of a call that has what a user asks for.
+    """Finds the best pipeline of a call with requested properties.
 
-    Graphs of pipelines hold the parameters of the model, so that a plan remembers them only if these are on the meta
-    device. Otherwise the call is captured again.
+    Graphs of pipelines hold the parameters of the model, so a plan only remembers them if these are on the meta device.
+    Otherwise the call is captured again.
 
     Attributes:
         module: a weak reference to the module.
-        args, kwargs: of the example call.
-        grad: True if the call wants gradients.
+        args, kwargs: the arguments of the example call.
+        grad: True if the call needs gradients.
         mesh: all axes.
-        pipeline: the options of the pipeline, its axis among them.
-        target: the options of the plan that is asked.
-        captures: of the call; None if they hold numbers.
+        pipeline: the options of the pipeline, including its axis.
+        target: the options of the questioned plan.
+        captures: the captures of the call; None if they hold numbers.
     """
 
     module: weakref.ref[nn.Module]
@@ -59,9 +59,9 @@ class PipelineReplanner:
 
     @staticmethod
     def of(captures: PipelineCaptures, mesh: MeshShape, pipeline: Pipeline, target: Target) -> PipelineReplanner:
-        """Return the replanner of a captured call, with or without gradients as torch has it now."""
+        """Return the replanner of a captured call, with or without gradients as currently set in torch."""
         call = captures.call
-        # An optimizer would keep the parameters alive. The settings have what counts of it.
+        # An optimizer would keep the parameters alive. The settings contain its memory.
         target = replace(target, options=replace(target.options, optimizer=None))
         is_meta = all(tensor.is_meta for tensor in (*call.module.parameters(), *call.module.buffers()))
         return PipelineReplanner(
@@ -76,15 +76,15 @@ class PipelineReplanner:
         )
 
     def remember(self, plan: PipelinePlan) -> PipelinePlan:
-        """Return a plan that answers `why_not` by this replanner."""
+        """Return a plan that answers `why_not` with this replanner."""
         return replace(plan, replanner=self)
 
     def __call__(
         self, plan: PipelinePlan, asked: Mapping[str, HintValue], requests: Mapping[str, str | int]
     ) -> Alternative[PipelinePlan]:
-        """Return the best plan that has what was asked for, with the difference; as `PipelinePlan.why_not`.
+        """Return the best plan with the requested properties, and the difference; as `PipelinePlan.why_not`.
 
-        `requests` has the fields of `Pipeline` that are asked for.
+        `requests` has the requested fields of `Pipeline`.
         """
         module = existing_module(self.module)
         if asked or not requests:
@@ -118,7 +118,7 @@ class PipelineReplanner:
         return Alternative.possible(plan, wanted.remember(other))
 
     def _is_met_by(self, plan: PipelinePlan, module: nn.Module, aliases: Mapping[str, tuple[str, ...]]) -> bool:
-        """Return True if a plan has the schedule and the numbers of the options, and the placements that hints pin."""
+        """Return True if a plan has the requested schedule and numbers, and the placements pinned by hints."""
         options = self.pipeline
         if plan.schedule.name not in names_to_try(options.schedule):
             return False

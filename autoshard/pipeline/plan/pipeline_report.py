@@ -26,7 +26,7 @@ _KIND_COLOURS = {
     "send forward": "all_gather",
     "send backward": "reduce_scatter",
 }
-_SCHEDULES = 12  # schedules that text lists
+_SCHEDULES = 12  # schedules listed in text
 
 
 def step_sections(
@@ -36,9 +36,9 @@ def step_sections(
 
     Args:
         step: the simulated step.
-        capacities: for every rank, the bytes of one of its devices; 0 where they are not known.
+        capacities: for every rank, the bytes of one of its devices; 0 if unknown.
         modules: for every stage, its first and its last module.
-        costs: of every stage.
+        costs: the costs of every stage.
     """
     yield Section.detail("Step", [_step_chart(step), _memory_chart(step, capacities)])
     stages = _stage_table(step.schedule.placement, modules, costs)
@@ -54,7 +54,7 @@ def schedules_section(chosen: Schedule, candidates: Sequence[ScheduleCandidate],
 
 
 def stages_section(stages: Sequence[PlanContents], modules: Sequence[tuple[str, str]]) -> Section:
-    """Return the sharding plan of every stage, folded up."""
+    """Return the sharding plan of every stage, folded."""
     folds = (
         Section.detail(
             f"Stage {index}: {first or '(root)'} to {last or '(root)'}",
@@ -118,7 +118,7 @@ def _step_chart(step: Simulation) -> Chart:
     ranks = range(step.schedule.ranks)
     calls: dict[str, list[Call]] = {}
     for task, start, end in zip(step.tasks, step.starts, step.ends, strict=True):
-        # Both ranks of a message are busy with it. Nothing is drawn of tasks that take no time.
+        # Both ranks of a message are busy with it. Tasks that take no time are not drawn.
         for rank in task.ranks if end > start else ():
             row = f"rank {rank}" if task.stream == COMPUTE else f"messages of {rank}"
             note = f"{task.name}: {task.kind}\n{format_seconds(end - start)}"
@@ -146,7 +146,7 @@ def _memory_chart(step: Simulation, capacities: Sequence[int]) -> Chart:
     peak = max(step.peaks)
     lines = []
     for rank, moments in enumerate(step.memory):
-        # What is held at the end stays until the step's end.
+        # What is held at the last time is held to the end of the step.
         points = [*_drawn_moments(moments), (step.seconds, moments[-1][1])]
         times, held = zip(*points, strict=True)
         lines.append(Series(f"rank {rank}", f"placement-{1 + rank % 7}", "steps", times, held, is_dashed=rank >= 7))
@@ -165,7 +165,7 @@ def _memory_chart(step: Simulation, capacities: Sequence[int]) -> Chart:
 
 
 def _drawn_moments(moments: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Yield the most and the last that is held at every time; between two tasks, less is held for no time."""
+    """Yield the maximum and the last bytes at every time: lower values between two tasks last no time."""
     for time, group in itertools.groupby(moments, key=lambda moment: moment[0]):
         amounts = [held for _, held in group]
         if max(amounts) > amounts[-1]:

@@ -1,4 +1,4 @@
-"""A planned stage: its costs by the program of its plan, and the tensors that it exchanges with its neighbours."""
+"""A planned stage: its costs, derived from its plan's program, and the tensors exchanged with its neighbours."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from autoshard.specs.axes import MeshShape, SharedAxis
 from autoshard.specs.layout import dim_of, is_even, local_shape
 from autoshard.specs.spec import Spec, is_shard
 
-# Kinds of `Allocation` that last through the step.
+# Kinds of `Allocation` that exist throughout the step.
 _AT_REST = ("parameter", "optimizer", "buffer")
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links between the ranks of a pipeline, and the prices of messages over them.
+    """The links between the ranks of a pipeline, and prices of messages over them.
 
     Attributes:
-        cost: prices on the whole mesh.
-        axis: the position of the pipeline's axis.
+        cost: the cost model of the whole mesh.
+        axis: the index of the pipeline axis.
     """
 
     cost: CostModel
@@ -65,14 +65,14 @@ class Links:
 
     def send(self, bytes: int) -> float:
         """Return the seconds of a message to the next rank."""
-        # All devices of a stage send one at once, so the slowest link of the axis counts.
+        # All devices of a stage send a message at the same time, so the slowest link of the axis counts.
         return self.cost.collective("shift", bytes, self.axis) if bytes else 0.0
 
     def sum(self, bytes: int, ranks: int) -> float:
-        """Return the seconds of an all-reduce of gradients over some of the ranks, in a ring."""
+        """Return the seconds of a ring all-reduce of gradients over some of the ranks."""
         if ranks < 2 or not bytes:
             return 0.0
-        # A ring adds up in as many steps as there are other ranks, and gathers in as many.
+        # A ring has as many reduction steps as there are other ranks, and as many gather steps.
         latency = self.cost.axis_link(self.axis).latency
         return 2 * (ranks - 1) * latency + bytes * self.sum_per_byte(ranks)
 
@@ -87,7 +87,7 @@ class PlannedStage:
 
     Attributes:
         stage: its module, its inputs and its outputs.
-        graph: its captured step with one microbatch.
+        graph: its captured step for one microbatch.
         planner: the planner of that graph.
         plan: the decisions.
     """
@@ -99,22 +99,22 @@ class PlannedStage:
 
     @property
     def received(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """Names of the inputs that the stage before sends, each with a tensor like it."""
+        """Names of the inputs sent by the previous stage, each with a tensor like it."""
         names = [leaf for leaf in self.graph.call.leaves if isinstance(leaf, str)]
         return tuple((name, value.like) for name, value in zip(names, self.stage.received, strict=False))
 
     @property
     def passed(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """Names of the outputs that go to the next stage, each with a tensor like it."""
+        """Names of the outputs sent to the next stage, each with a tensor like it."""
         names = [output.name for output in self.graph.outputs if output.kind == "output"]
         return tuple((name, value.like) for name, value in zip(names, self.stage.passed, strict=False))
 
     @property
     def modules(self) -> tuple[str, str]:
-        """Paths of the first and the last module that the stage runs operators of, of those with parameters if any."""
+        """Paths of the stage's first and last modules with operators, preferably among those with parameters."""
         forward = [node for node in self.graph.graph.nodes if self.graph.phase(node) == "forward"]
         paths = [self.graph.module_path(node) for node in forward if node.op == "call_function"]
-        # Modules with parameters tell a user most: a stage may begin with a view in a module of the stage before.
+        # Modules with parameters are most informative: a stage may begin with a view in a module of the previous stage.
         held = {name.rpartition(".")[0] for name, _ in self.stage.module.named_parameters(remove_duplicate=False)}
         named = [path for path in paths if path in held] or [path for path in paths if path] or [""]
         return named[0], named[-1]
@@ -123,21 +123,21 @@ class PlannedStage:
 def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of: Iterable[int] = ()) -> StageCosts:
     """Return the costs of a planned stage.
 
-    Seconds are those of the forward and the backward program, each replayed on its own, communication included.
-    Gradients that are added up over the microbatches are reduced by the last backward, which is replayed likewise; its
-    additional time counts once per step. Where a schedule splits backward, the half for inputs computes the gradients
-    of the received tensors, and the half for weights the rest, which is all of it on the first stage. The seconds of
-    the whole backward are divided in proportion to the operations of each half.
+    Seconds are those of the forward and the backward program, each replayed separately, communication included.
+    Gradients that are summed over the microbatches are reduced by the last backward, which is also replayed; its
+    additional time counts once per step. If a schedule splits backward, the half for inputs computes the gradients of
+    the received tensors, and the half for weights the rest, which is everything on the first stage. The seconds of the
+    whole backward are divided in proportion to the operations of each half.
 
     Bytes are those of the program's account. Saved are the tensors that both programs need, and the outputs of the
     stage, which the schedule keeps. Parameters, gradients, optimizer state, buffers, and the stage's part of the
-    model's inputs for all microbatches are held all the time. Gradients have the size in which they are added up; from
-    the second microbatch on, new gradients are held beside the sums until they are added.
+    model's inputs for all microbatches are held throughout. Gradients have the size in which they are summed; from the
+    second microbatch on, new gradients are held beside the sums until they are added.
 
     Args:
         planned: the stage.
-        links: along the pipeline.
-        microbatches: of one step.
+        links: the links along the pipeline.
+        microbatches: the number per step.
         ranks_of: the pipeline rank of every stage; empty if no parameter is tied.
 
     Returns:
@@ -145,7 +145,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     """
     placement = tuple(ranks_of)
     flow, planner = _flow(planned)
-    # A single microbatch has no sums of gradients: it reduces them as they are made.
+    # A single microbatch has no sums of gradients: it reduces them as they are computed.
     reduced = planner.settings.reduced if microbatches > 1 else None
     program = planner.program(flow, reduced)
     forward, backward = (_seconds(planner, half) for half in (program.forward.graph, program.backward.graph))
@@ -153,7 +153,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
     trained = [(name, like) for name, like in planned.received if like.requires_grad]
     input_share, kept = _backward_halves(planner, program, {name for name, _ in trained})
     sent = _local_bytes(planned.passed, planned.plan.output_placements, planned.plan.mesh)
-    # Gradients go back in the placements in which the tensors came: in shards, or else whole.
+    # Gradients are sent back with the placements of the received tensors: sharded, or else whole.
     arriving = planned.plan.input_placements if planned.plan.options.get("inputs") == "local" else {}
     returned = _local_bytes(trained, arriving, planned.plan.mesh)
     tied_bytes, tied_seconds = _tied_gradients(planned, links, placement)
@@ -177,7 +177,7 @@ def stage_costs(planned: PlannedStage, links: Links, microbatches: int, ranks_of
 
 
 def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
-    """Return the decisions of a plan on the graph that they were made for, with its reruns and moves."""
+    """Return a plan's decisions on their graph, with its recomputation and moves."""
     planner, plan = planned.planner, planned.plan
     graph = graph_of_plan(planner.graph, plan.recomputed, plan.offloaded)
     if graph is not planner.graph:
@@ -186,34 +186,34 @@ def _flow(planned: PlannedStage) -> tuple[Flow, Planner]:
 
 
 def _seconds(planner: Planner, half: fx.Graph) -> float:
-    """Return the seconds of one half of a program, with the contention between communication and compute."""
+    """Return the seconds of one half of a program, including contention between communication and compute."""
     issued = operations([half], planner.mesh.names, planner.prices)
     return replay(issued).seconds_with_contention(planner.cluster.contention)
 
 
 def _reduction_seconds(planner: Planner, program: PredictedProgram, backward: float) -> float:
-    """Return the seconds that the last backward, which reduces gradients, takes beyond the `backward` of the others."""
+    """Return the extra seconds of the last backward, which reduces gradients, beyond the `backward` of the others."""
     if program.unreduced is None:
         return 0.0
     places = program.unreduced.places
     last = reduce_with_sums(program.backward.graph, program.unreduced, places)
     sums = last.find_nodes(op="placeholder")[-len(places) :]
-    # This graph adds its gradients to those before. Every backward does; the seconds of `backward` leave that out.
+    # This graph adds its gradients to earlier ones. Every backward does, but the seconds of `backward` exclude that.
     added = sum(planner.prices.seconds(addition) for gradient in sums for addition in gradient.users)
     return max(0.0, _seconds(planner, last) - added - backward)
 
 
 def _storage_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's tensor, which has memory of its own."""
+    """Return the bytes of a node's tensor, which owns its memory."""
     val = node.meta.get("val")
     return val.nbytes if isinstance(val, torch.Tensor) else 0
 
 
 def _backward_halves(planner: Planner, program: PredictedProgram, inputs: set[str]) -> tuple[float, int]:
-    """Split a program's backward in two halves, the first of which computes the gradients of `inputs`.
+    """Split a program's backward into two halves, the first of which computes the gradients of `inputs`.
 
     Returns:
-        The share of the first half in the seconds of both, and the bytes that are kept for the second.
+        The first half's fraction of the seconds of both, and the bytes that are kept for the second.
     """
     graph, saved = program.backward.graph, program.backward.saved
     wanted = [node for (kind, name), node in program.outputs.items() if kind == "gradient" and name in inputs]
@@ -224,7 +224,7 @@ def _backward_halves(planner: Planner, program: PredictedProgram, inputs: set[st
     share = sum(operation.seconds for operation in issued if operation.name in names) / total if total else 0.0
     second = [node for node in graph.nodes if node.op == "call_function" and node not in first]
     read = {storage_root(source) for node in second for source in node.all_input_nodes} - set(second)
-    # Saved parameters and inputs of the model are held all the time.
+    # Saved parameters and inputs of the model are held throughout.
     kept = [node for node in read if node not in saved or storage_root(saved[node]).op != "placeholder"]
     sizes = (node.meta["val"] for node in kept if isinstance(node.meta["val"], torch.Tensor))
     return share, sum(val.untyped_storage().nbytes() for val in sizes)
@@ -233,10 +233,10 @@ def _backward_halves(planner: Planner, program: PredictedProgram, inputs: set[st
 def _stage_memory(
     planned: PlannedStage, planner: Planner, flow: Flow, program: PredictedProgram, microbatches: int
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of `StageCosts` of one device: at rest, saved, working, and in the optimizer's update."""
+    """Return the bytes of `StageCosts` for one device: at rest, saved, working, and in the optimizer's update."""
     graph, operators = planner.graph, planner.rules.operators
     forward = sum(graph.phase(node) == "forward" for node in operators)
-    end = len(operators)  # the moment of the optimizer's step, behind all operators
+    end = len(operators)  # the moment of the optimizer's step, after all operators
     parameters = {source.name for source in graph.inputs if source.kind == "parameter"}
     held = list(allocations(flow, program, planner.settings.optimizer))
     rest = sum(item.bytes for item in held if item.kind in _AT_REST)
@@ -244,7 +244,7 @@ def _stage_memory(
     rest += microbatches * sum(like.nbytes for _, like in planned.stage.inputs.values())
 
     def is_sum(item: Allocation) -> bool:
-        # Gradients of parameters are kept through the step; gradients of inputs are sent and freed.
+        # Gradients of parameters are kept throughout the step; gradients of inputs are sent and freed.
         return item.kind == "gradient" and item.name in parameters
 
     # Inputs of the model are counted for all microbatches above; received tensors are in the schedule's buffers.
@@ -258,7 +258,7 @@ def _stage_memory(
 
 
 def _gradient_bytes(flow: Flow, program: PredictedProgram, parameters: set[str]) -> Iterator[int]:
-    """Yield the bytes of every trained parameter's gradient: of this rank's part, or of the sum if that is larger."""
+    """Yield the bytes of every trained parameter's gradient: this rank's part, or the sum if that is larger."""
     for source in flow.graph.inputs:
         if source.name in parameters and ("gradient", source.name) in program.outputs:
             part, total = program.inputs[source.node.name], program.outputs["gradient", source.name]
@@ -276,7 +276,7 @@ def _allocations_within(held: Sequence[Allocation], start: int, end: int) -> Ite
 def _local_bytes(
     values: Sequence[tuple[str, torch.Tensor]], placements: Mapping[str, tuple[Placement, ...]], mesh: MeshShape
 ) -> int:
-    """Return the bytes that one device holds of tensors; those without placements are whole."""
+    """Return the bytes of tensors on one device; those without placements are whole."""
     total = 0
     for name, like in values:
         shape: Sequence[int] = like.shape
@@ -305,13 +305,13 @@ Tensors = tuple[torch.Tensor, ...]
 class Boundaries:
     """Boundaries between stages.
 
-    A stage with a plan for whole inputs takes whole tensors from the stage before; one with a plan for local inputs
-    takes them in the placements in which the stage before leaves them, so that only shards cross.
+    A stage with a plan for whole inputs receives whole tensors from the previous stage; one with a plan for local
+    inputs receives them with the previous stage's output placements, so that only shards cross.
 
     Args:
-        plans: of all stages.
-        mesh: of one stage.
-        coordinate: of this rank on that mesh; needed where ranks take unequal shares.
+        plans: the plans of all stages.
+        mesh: the mesh of one stage.
+        coordinate: this rank's coordinate on that mesh; needed if ranks have unequal shares.
     """
 
     def __init__(self, plans: Sequence[ShardingPlan], mesh: MeshShape, coordinate: Sequence[int] = ()) -> None:
@@ -320,11 +320,11 @@ class Boundaries:
         self._coordinate = coordinate
 
     def messages(self, stage: StageModule) -> tuple[Tensors, Tensors]:
-        """Return the tensors that this rank receives for a stage, and those that it returns, on the meta device.
+        """Return the meta tensors that this rank receives for a stage, and those that it returns.
 
         Raises:
-            PlanError: two stages disagree on the placements of a tensor between them, or ranks would have unequal
-                parts of it.
+            PlanError: two stages disagree on the placements of a tensor between them, or ranks would have unequal parts
+                of it.
         """
         inputs, outputs = self._input_placements(stage), self._output_placements(stage.index, len(stage.passed))
         if stage.index:
@@ -339,14 +339,14 @@ class Boundaries:
         return self._local_tensors(stage.index, stage.received, inputs), returned
 
     def _input_placements(self, stage: StageModule) -> list[tuple[Placement, ...]]:
-        """Return the placements in which a stage takes the tensors that it receives."""
+        """Return the placements of a stage's received tensors."""
         plan, whole = self._plans[stage.index], Spec.all_replicated(self._mesh.ndim).placements
-        # A plan for whole inputs lists their placements too: those in which it shards them itself.
+        # A plan for whole inputs lists placements, too: those with which it shards them itself.
         placements = plan.input_placements if plan.options.get("inputs") == "local" else {}
         return [placements.get(name, whole) for name in input_names(stage)[: len(stage.received)]]
 
     def _output_placements(self, index: int, count: int) -> list[tuple[Placement, ...]]:
-        """Return the placements in which a stage leaves the tensors that it hands on."""
+        """Return the placements of the tensors that a stage passes on."""
         placements = self._plans[index].output_placements
         whole = Spec.all_replicated(self._mesh.ndim).placements
         return [placements.get(f"output[{place}]", whole) for place in range(count)]
@@ -354,8 +354,8 @@ class Boundaries:
     def _local_tensors(
         self, index: int, values: Sequence[BoundaryTensor], placements: Sequence[tuple[Placement, ...]]
     ) -> Tensors:
-        """Return this rank's parts of the values that a stage takes or gives."""
-        # The ranks of one axis at most have unequal shares.
+        """Return this rank's parts of the values that a stage receives or passes on."""
+        # The ranks of at most one axis have unequal shares.
         axis, proportions = next(iter(self._plans[index].shares.items()), ("", ()))
         shared = SharedAxis(self._mesh.index(axis), len(proportions), symbol(BATCH)) if axis else None
         return tuple(
@@ -377,7 +377,7 @@ class Boundaries:
         shape = list(local_shape(tuple(like.shape), spec, self._mesh))
         dim = dim_in_shares(value.shape, spec, shared)
         if dim is not None and shared is not None:
-            # The dim is a multiple of the samples; of these the rank has its share.
+            # The dim is a multiple of the samples, of which the rank has its share.
             size = value.shape[dim]
             assert isinstance(size, DynamicSize)
             samples = size.sizes[shared.whole]
@@ -386,7 +386,7 @@ class Boundaries:
 
 
 def dim_in_shares(shape: Sequence[int], spec: Spec, shared: SharedAxis | None) -> int | None:
-    """Return the dim of a value that is sharded in shares of the samples; None if there is none."""
+    """Return the dim of a value that is sharded by shares of the samples, or None."""
     if shared is None:
         return None
     placement = spec.placements[shared.axis]
@@ -398,10 +398,10 @@ def parts_are_equal(shape: Sequence[int], spec: Spec, mesh: MeshShape, shared: S
     """Return True if all ranks have equal parts of a value, or parts in proportion to their shares of the samples.
 
     Args:
-        shape: of the value, with dynamic sizes.
-        spec: of the value.
-        mesh: of a stage.
-        shared: the axis whose ranks take unequal shares, if there is one.
+        shape: the shape of the value, with dynamic sizes.
+        spec: the spec of the value.
+        mesh: the mesh of a stage.
+        shared: the axis whose ranks have unequal shares, if any.
     """
     dim = dim_in_shares(shape, spec, shared)
     if dim is not None and shared is not None:
@@ -414,6 +414,6 @@ def parts_are_equal(shape: Sequence[int], spec: Spec, mesh: MeshShape, shared: S
 
 
 def input_names(stage: StageModule) -> list[str]:
-    """Return the names of a stage's inputs as its plan has them, received ones first."""
+    """Return the names of a stage's inputs in its plan, received ones first."""
     leaves, structure = pytree.tree_flatten(stage.example)
     return [str(name) for name in call_layout(stage.module, structure, leaves).leaves]

@@ -1,4 +1,4 @@
-"""Plan one shape of a pipeline, so many microbatches and stages per rank: assign, cut, plan and fit its stages."""
+"""Plan one shape of a pipeline, with given numbers of microbatches and stages: assign, cut, plan and fit its stages."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from autoshard.planner import hints as hint_rules
 from autoshard.planner.shares import with_shares
 from autoshard.units import format_bytes
 
-# The tolerances of balance that are tried: less equal stages may exchange fewer bytes, so either may be faster.
+# The tolerances of balance to try: less equal stages may exchange fewer bytes, so either may be faster.
 TOLERANCES = (0.02, 0.1)
 
-# Stages are planned for less memory where that may make the step shorter by more than this share.
+# Stages are planned with less memory if that may make the step shorter by more than this fraction.
 MIN_GAIN = 0.01
 
-# The time limit of one stage's plan is at least this, however late it is: a shape is always planned to its end.
+# The minimum time limit of one stage's plan, however late it is: a shape is always planned to its end.
 _MIN_STAGE_SECONDS = 1.0
 
 
@@ -60,7 +60,7 @@ class Stopping:
 
     Attributes:
         deadline: `time.monotonic()` seconds at which the search ends, even without a plan.
-        interrupted: True if Ctrl-C ended the search; the plan is the best one until then.
+        interrupted: True if Ctrl-C ended the search; the plan is then the best one found before.
     """
 
     deadline: float = math.inf
@@ -68,7 +68,7 @@ class Stopping:
 
 
 class PipelineShape(NamedTuple):
-    """The number of microbatches of a step, and of stages per rank."""
+    """The numbers of microbatches per step, and of stages per rank."""
 
     microbatches: int
     virtual: int
@@ -80,8 +80,8 @@ class MicrobatchGraph:
 
     Attributes:
         microbatches: the number of microbatches of the batch.
-        step: that is cut.
-        graph: the graph that is assigned to stages, priced for the slowest device.
+        step: the step that is cut.
+        graph: the graph for assignment to stages, with prices of the slowest device.
         speeds: the speed of every pipeline rank's devices, relative to the slowest device.
     """
 
@@ -98,11 +98,11 @@ class PlannedShape:
     Attributes:
         shape: microbatches and stages per rank.
         microbatch_graph: the graph that was cut.
-        stages: the assignment by which it was cut.
+        stages: the assignment used for cutting.
         planned: the stages with their plans.
-        costs: of the planned stages.
-        free_seconds: of a step if memory had no limit.
-        took: seconds in which the stages were captured and planned for the first time, before any leaner plans.
+        costs: the costs of the planned stages.
+        free_seconds: seconds of a step without a memory limit.
+        took: seconds of capturing and planning the stages for the first time, before any leaner plans.
     """
 
     shape: PipelineShape
@@ -118,12 +118,12 @@ class ShapePlanner:
     """Plans shapes of one pipeline.
 
     Args:
-        captured: of the call that is planned.
+        captured: the captures of the call.
         mesh: all axes, and the part of every pipeline rank.
-        target: as the user gave it.
-        devices: speed and memory in bytes of the devices of every pipeline rank.
-        seconds_of: returns the seconds of the fastest schedule of a shape with stages of given costs, of the schedules
-            that fit or of all; infinity if there is none.
+        target: the target given by the user.
+        devices: the speed and the memory in bytes of every pipeline rank's devices.
+        seconds_of: returns the seconds of the fastest schedule of a shape with stages of given costs, among the
+            schedules that fit or all; infinity if there is none.
         stopping: further limits of the search.
         shares: the shares of a microbatch for the devices of every pipeline rank; empty for equal shares.
     """
@@ -165,14 +165,14 @@ class ShapePlanner:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that are left to the search; captures do not count."""
+        """The remaining seconds of the search; captures do not count."""
         now = time.monotonic()
         left = self.target.settings.time_limit + self.seconds["capture"] - (now - self.start)
         return min(left, self.stopping.deadline - now)
 
     @property
     def is_over(self) -> bool:
-        """True if the search ends even where no plan fits."""
+        """True if the search ends even if no plan fits."""
         return time.monotonic() > self.stopping.deadline
 
     def microbatch_graph(self, number: int) -> MicrobatchGraph:
@@ -184,13 +184,13 @@ class ShapePlanner:
         return forward
 
     def _speeds(self, number: int, graph: StageGraph) -> tuple[float, ...]:
-        """Return the speed of every pipeline rank, by the seconds that the operators take on its kind of device.
+        """Return the speed of every pipeline rank, from the operators' seconds on its kind of device.
 
         A rank with twice as many devices as another is twice as fast.
         """
         fewest = min(shape.size for shape in self.meshes)
         counts = [shape.size / fewest for shape in self.meshes]
-        # Where devices are equal, or nothing takes time, there is nothing to compare.
+        # If devices are equal, or nothing takes time, there is nothing to compare.
         if self.target.cluster.is_uniform or not graph.seconds:
             return tuple(device.speed * count for device, count in zip(self.devices, counts, strict=True))
         clusters = [replace(stage.target.cluster, stretches=()) for stage in self.targets]
@@ -208,17 +208,17 @@ class ShapePlanner:
         return {name: order.index(int(task_graph.place)) for name, task_graph in counted_in.items()}
 
     def device_counts(self, forward: MicrobatchGraph) -> tuple[int, ...]:
-        """Return the numbers of devices that marked contexts of `forward` ask for, in order."""
+        """Return the numbers of devices that marked contexts in `forward` request, in order."""
         task_graphs = task_graphs_with_counts(forward.step.exported.graph).values()
         counts = {int(task_graph.place): task_graph.primitives[0].devices for task_graph in task_graphs}
         return tuple(devices for _, devices in sorted(counts.items()) if isinstance(devices, int))
 
     def stage_assignments(self, shape: PipelineShape, forward: MicrobatchGraph, in_order: bool = False) -> list[Stages]:
-        """Return the different assignments to stages, for all tolerances of balance; or the marked stages.
+        """Return the different assignments to stages for all tolerances of balance, or the marked stages.
 
         Args:
-            shape: the number of stages, and of microbatches under way in them.
-            forward: the graph that is assigned.
+            shape: the numbers of stages, and of microbatches in flight in them.
+            forward: the graph to assign.
             in_order: as for `assign_stages`.
 
         Raises:
@@ -228,7 +228,7 @@ class ShapePlanner:
         """
         start = time.perf_counter()
         ranks = placement(self.ranks, shape.virtual)
-        # Memory of all devices of a rank per stage: what stages hold if no device holds what another one does.
+        # The memory of a rank's devices per stage, in total: what stages hold if devices hold no duplicates.
         device_counts = [mesh.size / shape.virtual for mesh in self.meshes]
         devices = [
             StageDevice(self.links.bandwidth, forward.speeds[rank], self.devices[rank].memory * device_counts[rank])
@@ -248,7 +248,7 @@ class ShapePlanner:
         assignments: list[Stages] = []
         try:
             for tolerance in TOLERANCES[-1:] if marks else TOLERANCES:
-                # There were no stages much more equal than that.
+                # There were no stages much more balanced than that.
                 if assignments and assignments[-1].tolerance > tolerance / 2:
                     continue
                 stages = self._assign_with_fallback(
@@ -272,7 +272,7 @@ class ShapePlanner:
     def _assign_whole_layers(
         self, graph: StageGraph, devices: Sequence[StageDevice], flights: Sequence[int]
     ) -> Stages | None:
-        """Return stages of whole layers within the smallest tolerance, whose saved tensors may be recomputed."""
+        """Return stages of whole layers within the smallest tolerance whose saved tensors may be recomputed."""
         keeping = assign_layers(graph, devices, flights, tolerance=TOLERANCES[0])
         if keeping is not None or self.target.settings.recompute == "none":
             return keeping
@@ -284,13 +284,13 @@ class ShapePlanner:
         try:
             return assign(graph, flights)
         except BudgetError:
-            # Saved tensors may be recomputed, or there may be a schedule with one microbatch under way at a time.
+            # Saved tensors may be recomputed, or a schedule may have one microbatch in flight at a time.
             if self.target.settings.recompute != "none":
                 graph = replace(graph, nodes=tuple(replace(node, saved_bytes=0) for node in graph.nodes))
             return assign(graph, [1] * len(flights))
 
     def _validate_marks(self, marks: dict[str, int], forward: MicrobatchGraph, stages: int) -> dict[str, int]:
-        """Return the marks; raise `HintError` if they are of another number of stages."""
+        """Return the marks; raise `HintError` if they are for another number of stages."""
         marked = max(marks.values(), default=-1) + 1
         if marked not in (0, stages):
             task_graphs = task_graphs_with_counts(forward.step.exported.graph).values()
@@ -306,27 +306,27 @@ class ShapePlanner:
         return marks
 
     def in_flight(self, shape: PipelineShape) -> list[int]:
-        """Return the microbatches under way in every stage of a 1F1B schedule (Rhino 6.2)."""
+        """Return the microbatches in flight in every stage of a 1F1B schedule (Rhino 6.2)."""
         ranks, (number, virtual) = self.ranks, shape
         if virtual == 1:
             return [min(number, ranks - rank) for rank in range(ranks)]
         counts = []
         for stage in range(ranks * virtual):
             turn, rank = divmod(stage, ranks)
-            # Forwards before the first backward; they go round the rank's stages, as many of each as there are ranks.
+            # Forwards before the first backward, round-robin over the rank's stages, as many for each as ranks.
             ahead = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
             rounds, left = divmod(ahead, ranks * virtual)
             counts.append(max(1, min(number, rounds * ranks + min(max(left - turn * ranks, 0), ranks))))
         return counts
 
     def plan(self, shape: PipelineShape, stages: Stages, known: float = math.inf) -> PlannedShape:
-        """Cut and plan the stages of a shape; leaner where memory costs seconds, or nothing fits otherwise.
+        """Cut and plan the stages of a shape; with less memory if memory costs seconds, or nothing fits otherwise.
 
         Args:
             shape: microbatches and stages per rank.
             stages: the assignment.
-            known: seconds of a step of another shape. Leaner stages are not planned where this shape is no faster even
-                without a limit on memory.
+            known: seconds of another shape's step. No leaner stages are planned if this shape is no faster even without
+                a memory limit.
 
         Raises:
             BudgetError: some stage has no plan at all.
@@ -356,7 +356,7 @@ class ShapePlanner:
         memories = [device.memory for device in self.devices]
         texts = [structural_fingerprint(part.step) for part in parts]
         for relax in relaxations(self.target.settings.recompute):
-            # Once something fits, the time limit ends the search; else only the deadline does.
+            # Once something fits, the time limit ends the search; before, only the deadline does.
             late = self.is_over or (self.seconds_left <= 0 and least[0] < math.inf)
             if least[0] <= free * (1 + MIN_GAIN) or free >= known or late or self.stopping.interrupted:
                 break
@@ -364,7 +364,7 @@ class ShapePlanner:
             leaner = merge_limits(relax(fit, budgets), texts)
             if leaner == budgets:
                 continue
-            # Where a stage has no plan within its limit, the next relaxation may still help.
+            # If a stage has no plan within its limit, the next relaxation may still help.
             with contextlib.suppress(BudgetError), self._keep_on_interrupt(least[0]):
                 candidate = plan_stages(leaner)
                 if self._merit(shape, candidate.costs) < least:
@@ -375,7 +375,7 @@ class ShapePlanner:
 
     @contextlib.contextmanager
     def _keep_on_interrupt(self, seconds: float) -> Iterator[None]:
-        """Let Ctrl-C end the search with the present stages, if they fit: if their step takes finite seconds."""
+        """Let Ctrl-C end the search with the present stages if they fit: if their step takes finite seconds."""
         try:
             yield
         except KeyboardInterrupt:
@@ -384,14 +384,14 @@ class ShapePlanner:
                 raise
 
     def _merit(self, shape: PipelineShape, costs: Sequence[StageCosts]) -> tuple[float, float]:
-        """Return the seconds of the fastest schedule that fits, and the share of memory that the tightest rank uses."""
+        """Return the seconds of the fastest schedule that fits, and the memory fraction used on the tightest rank."""
         needs = least_bytes(costs, placement(self.ranks, shape.virtual), shape.microbatches)
         tightest = max(need / device.memory for need, device in zip(needs, self.devices, strict=True))
         return self.seconds_of(shape, costs, True), tightest
 
     def _costs_on_rank(self, costs: StageCosts, rank: int) -> StageCosts:
-        """Return a stage's costs with its rank's shares, and messages to each device that a device sends to."""
-        # A rank beside the ends has no neighbour there, and sends nothing.
+        """Return a stage's costs with its rank's shares, and with a message to each device that a device sends to."""
+        # A rank at an end has no neighbour there, and sends nothing.
         before, here, behind = ([0, *self.mesh.devices, 0][rank + step] for step in range(3))
         costs = replace(
             costs,
@@ -402,7 +402,7 @@ class ShapePlanner:
 
     def _stage_planner(self, step: MicrobatchStep) -> StagePlanner:
         if self._planner is None:
-            # One for all shapes: it reuses the plans of stages that are equal.
+            # One for all shapes, because it reuses the plans of equal stages.
             hints, module = self.target.hints, self.captures.call.module
             shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
             names = [name for name, _ in module.named_modules()]

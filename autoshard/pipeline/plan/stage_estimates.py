@@ -1,4 +1,4 @@
-"""Estimated costs of the stages of shapes that are not planned, by those that are: they decide which to plan next."""
+"""Estimated costs of stages for unplanned shapes, from those of planned ones: they decide which shape to plan next."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autoshard.pipeline.schedule.costs import StageCosts, least_seconds
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """The costs of all stages together for one microbatch, on one device of each stage; times on devices of speed 1.
+    """The total costs of all stages for one microbatch, on one device per stage; times are on devices of speed 1.
 
     Attributes:
         forward, backward: seconds.
-        weights: the seconds of backward in which gradients of parameters are computed.
-        saved: bytes that a microbatch keeps.
-        rest: bytes held all the time.
-        working: the most bytes beside these of any stage.
+        weights: the seconds of backward for gradients of parameters.
+        saved: bytes kept per microbatch.
+        rest: bytes held throughout the step.
+        working: the maximum of further bytes over the stages.
         application: bytes held during the optimizer's update.
-        sent: the part that one device sends of the bytes that cross a boundary.
-        reduction: seconds in which gradients are reduced, once per step, on devices of any speed.
+        sent: the fraction of the bytes crossing a boundary that one device sends.
+        reduction: seconds of reducing gradients, once per step, on devices of any speed.
     """
 
     forward: float
@@ -41,12 +41,12 @@ class StageTotals:
 
     @staticmethod
     def without_communication(graph: StageGraph, devices: int) -> StageTotals:
-        """Return the totals of a graph's operators, if a stage's devices shared them without communication."""
+        """Return the totals of a graph's operators if a stage's devices shared them without communication."""
         backward = sum(node.backward_seconds for node in graph.nodes) / devices
         return StageTotals(
             forward=sum(node.forward_seconds for node in graph.nodes) / devices,
             backward=backward,
-            # A product of matrices takes as long for either of its gradients.
+            # A matrix product takes as long for each of its two gradients.
             weights=backward / 2,
             saved=sum(node.saved_bytes for node in graph.nodes) / devices,
             rest=sum(graph.at_rest.values()) / devices,
@@ -56,7 +56,7 @@ class StageTotals:
 
     @staticmethod
     def of(costs: Sequence[StageCosts], speeds: Sequence[float], crossing: int) -> StageTotals:
-        """Return the totals of planned stages; whole tensors of `crossing` bytes cross all their boundaries."""
+        """Return the totals of planned stages; `crossing` bytes of whole tensors cross all their boundaries."""
         return StageTotals(
             forward=sum(cost.forward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
             backward=sum(cost.backward_seconds * speed for cost, speed in zip(costs, speeds, strict=True)),
@@ -71,10 +71,10 @@ class StageTotals:
 
 
 def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
-    """Return totals of a microbatch of some samples, on the line through the two nearest known ones.
+    """Return the totals for a microbatch of some samples, interpolated linearly from the two nearest known ones.
 
-    The line has an offset: costs that do not grow with the microbatch, such as latencies and gathers of parameters.
-    With one known microbatch, the totals grow in proportion.
+    The line has an offset: costs independent of the microbatch, such as latencies and gathers of parameters. With one
+    known microbatch, totals are proportional to its samples.
     """
     first, *others = sorted(known, key=lambda count: (abs(count - samples), count))
     near = known[first]
@@ -88,7 +88,7 @@ def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
     line = {}
     for name in (item.name for item in fields(StageTotals)):
         start: float = getattr(near, name)
-        # Beyond the known microbatches a line may run below zero.
+        # Extrapolation may give values below zero.
         line[name] = max(0.0, start + along * (getattr(known[others[0]], name) - start))
     # Gradients are reduced once per step, whatever the microbatch.
     return replace(StageTotals(**line), reduction=near.reduction)
@@ -97,21 +97,21 @@ def totals_at(samples: int, known: Mapping[int, StageTotals]) -> StageTotals:
 def estimate_stage_costs(
     stages: Stages, graph: StageGraph, totals: StageTotals, scale: float, links: Links
 ) -> list[StageCosts]:
-    """Return estimated costs of assigned stages: each has its share of the totals, by its share of the graph.
+    """Return estimated costs of assigned stages: each has a share of the totals equal to its share of the graph.
 
     Args:
         stages: the assignment.
         graph: the graph that was assigned.
-        totals: of one microbatch.
-        scale: samples of that microbatch, relative to those that the graph was exported with.
-        links: along the pipeline.
+        totals: the totals of one microbatch.
+        scale: samples of that microbatch, relative to those of the exported graph.
+        links: the links along the pipeline.
     """
     of_graph = stages.totals
     work, kept, rest = graph.seconds, sum(of_graph.saved), sum(of_graph.at_rest)
     costs = []
     for index, seconds in enumerate(of_graph.seconds):
         share = seconds / work if work else 1.0 / len(of_graph.seconds)
-        # Totals on a line through two microbatches may have more for the half than for the whole.
+        # Interpolated totals may have more seconds for the half than for the whole.
         weights = min(totals.weights, totals.backward) * share
         at_rest = of_graph.at_rest[index] / rest if rest else 0.0
         saved = of_graph.saved[index] / kept if kept else 0.0
@@ -138,13 +138,13 @@ def estimate_stage_costs(
 
 
 class ShapeEstimates:
-    """The costs of stages by what is known so far: those of planned shapes, and estimates for the others.
+    """The costs of stages as currently known: those of planned shapes, and estimates for the others.
 
     Args:
-        shape_planner: of the search.
-        batch: the samples of one step.
-        planned: the shapes that the search has planned; it adds to them.
-        failed: the shapes that the search could not plan; it adds to them.
+        shape_planner: the shape planner of the search.
+        batch: the samples per step.
+        planned: the shapes planned by the search, which adds to them.
+        failed: the shapes that could not be planned; the search adds to them.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class ShapeEstimates:
         self._batch = batch
         self._planned = planned
         self._failed = failed
-        # By stages per rank: a graph, and an assignment per tolerance of balance; None where there are no such stages.
+        # By stages per rank: a graph, and an assignment per tolerance of balance; None if there are no such stages.
         self._assignments_by_virtual: dict[int, tuple[MicrobatchGraph, list[Stages]] | None] = {}
 
     def costs(self, microbatches: int, virtual: int) -> Sequence[StageCosts] | None:
-        """Return the costs of the stages of a shape; None where there are no such stages."""
+        """Return the costs of a shape's stages; None if there are no such stages."""
         shape = PipelineShape(microbatches, virtual)
         if shape in self._planned:
             return self._planned[shape].costs
@@ -181,25 +181,25 @@ class ShapeEstimates:
     def assignment_costs(
         self, assignments: Sequence[Stages], graph: MicrobatchGraph, microbatches: int
     ) -> list[list[StageCosts]]:
-        """Return estimated costs for each of some assignments of a graph, in a step of so many microbatches."""
+        """Return estimated costs for each assignment of a graph, in a step with a number of microbatches."""
         scale = graph.microbatches / microbatches
         totals, links = self._totals(self._batch // microbatches, graph), self._shape_planner.links
         return [estimate_stage_costs(stages, graph.graph, totals, scale, links) for stages in assignments]
 
     def _assignments(self, shape: PipelineShape) -> tuple[MicrobatchGraph, list[Stages]] | None:
-        """Return the captured graph whose microbatches are nearest to those of a shape, and its assignments."""
+        """Return the captured graph whose number of microbatches is nearest to a shape's, and its assignments."""
         number = self._shape_planner.captures.nearest_number(shape.microbatches)
         graph = self._shape_planner.microbatch_graph(number)
         captured_shape = PipelineShape(number, shape.virtual)
         try:
-            # In order, as the integer program would take most of the time of a search.
+            # In order, because the integer program would take most of a search's time.
             return graph, self._shape_planner.stage_assignments(captured_shape, graph, in_order=True)
         except (PlanError, BudgetError):
             return None
 
     def _totals(self, count: int, graph: MicrobatchGraph) -> StageTotals:
-        """Return totals for a microbatch of `count` samples, by the planned shapes or else by the graph alone."""
-        # Totals lie on one line for one number of stages per rank alone: every boundary adds to them.
+        """Return totals for a microbatch of `count` samples, from the planned shapes or else from the graph alone."""
+        # Totals are linear only for one number of stages per rank, because every boundary adds to them.
         fewest = min((shape.virtual for shape in self._planned), default=1)
         speeds = [graph.speeds[rank] for rank in placement(self._shape_planner.ranks, 1)]
         known = {}

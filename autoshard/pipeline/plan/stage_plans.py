@@ -1,6 +1,6 @@
-"""The plans of the stages of one cut: every stage by the planner of ordinary modules, on the mesh of its ranks.
+"""Plans of the stages of one cut, made by the planner of ordinary modules on the mesh of each stage's ranks.
 
-Where stages hold too much, they are planned again within tighter budgets: limits, recomputation, earlier reductions.
+If stages need too much memory, they are planned again with tighter budgets: limits, recomputation, earlier reductions.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Pins = Mapping[str, tuple[Placement | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StageBudget:
-    """The devices and the memory that a stage is planned for.
+    """The devices and the memory for which a stage is planned.
 
     Attributes:
         limit: bytes that the stage's step may reach; None for no limit.
-        recompute: what its backward half may run again, as `autoshard.plan` takes it.
+        recompute: what its backward half may recompute, as for `autoshard.plan`.
         target: the index of its devices among the targets of the `StagePlanner`.
-        microbatches: the number over which its gradients are added up.
+        microbatches: the number of microbatches over which its gradients are summed.
         reduced: the gradients that are reduced once per step.
-        under_way: microbatches under way at once, each of which holds what it saves.
-        or_leanest: True if the leanest plan will do where no plan keeps the limit.
+        under_way: the number of microbatches in flight, each with its saved tensors.
+        or_leanest: True if the leanest plan is acceptable when no plan meets the limit.
     """
 
     limit: int | None
@@ -70,8 +70,8 @@ class StageTarget:
     """The target and the mesh of a stage.
 
     Attributes:
-        target: with the cluster of the stage's ranks, and without hints.
-        mesh: of one stage.
+        target: the target with the cluster of the stage's ranks, without hints.
+        mesh: the mesh of one stage.
     """
 
     target: Target
@@ -79,16 +79,16 @@ class StageTarget:
 
 
 class StagePlanner:
-    """Plans stages; equal ones once.
+    """Plans stages, equal ones only once.
 
     Args:
-        targets: for every kind of devices.
-        pinned: for every target, the placements that hints pin.
-        hints: of the user, as the plans of stages record them.
-        links: along the pipeline, over which gradients of tied parameters are summed; free by default.
+        targets: one for every kind of devices.
+        pinned: for every target, the placements pinned by hints.
+        hints: the user's hints, as recorded in the plans of stages.
+        links: the links along the pipeline, over which gradients of tied parameters are summed; free by default.
 
     Attributes:
-        seconds: of captures and of planning.
+        seconds: seconds of captures and of planning.
         time_limit: seconds of the search for one stage's plan.
     """
 
@@ -105,13 +105,13 @@ class StagePlanner:
         self.pinned = tuple(pinned)
         self.hints = hints
         self.seconds: dict[str, float] = {"capture": 0.0, "plan": 0.0}
-        # A planner's operators and reshards serve later planners of the same devices and price of reductions.
+        # Later planners with the same devices and price of reductions reuse a planner's operators and reshards.
         self._planner_by_target: dict[tuple[int, int], Planner] = {}
         self._steps: dict[JointGraph, JointGraph] = {}
         self._known_stages: dict[Any, PlannedStage] = {}
-        # Planners of the same stage with another limit or no limit: what they know of it holds under every limit.
+        # Planners of the same stage with another limit or none: their results hold for every limit.
         self._earlier_planners: dict[Any, Planner] = {}
-        # The smallest peaks found under limits that were too low.
+        # The smallest peaks found with limits that were too low.
         self._smallest_peaks: dict[StageBudget, int] = {}
 
     def plan(
@@ -119,18 +119,18 @@ class StagePlanner:
     ) -> list[PlannedStage]:
         """Plan all stages of a cut.
 
-        A stage passes tensors on in the placements in which it computes them, and the next stage takes them so. A
-        reshard that the next stage needs is part of its own plan, on the links inside a stage (Whale's bridge). Tied
-        parameters have the same placements on all stages that hold them.
+        A stage passes tensors on with the placements in which it computes them, and the next stage receives them with
+        these. A reshard that the next stage needs is part of its own plan, on the links inside a stage (Whale's
+        bridge). Tied parameters have the same placements on all stages that hold them.
 
         Args:
-            stages: in their order.
+            stages: the stages in order.
             budgets: one per stage.
             ranks_of: the pipeline rank of every stage; by default each stage has its own.
 
         Raises:
-            BudgetError: a stage can't be planned within its budget.
-            KeyboardInterrupt: Ctrl-C, whether or not the current stage has a plan already.
+            BudgetError: a stage cannot be planned within its budget.
+            KeyboardInterrupt: Ctrl-C, whether or not the current stage already has a plan.
         """
         pins = self._pin_tied_parameters(stages, budgets, ranks_of or range(len(stages)))
         planned: list[PlannedStage] = []
@@ -151,17 +151,17 @@ class StagePlanner:
     def _pin_tied_parameters(
         self, stages: Sequence[StageModule], budgets: Sequence[StageBudget], ranks_of: Sequence[int]
     ) -> dict[str, tuple[Placement, ...]]:
-        """Return placements of the parameters that several stages hold: as the last of these stages would have them."""
+        """Return placements of the parameters that several stages hold: those chosen by the last of these stages."""
         pins: dict[str, tuple[Placement, ...]] = {}
-        # The last holder is most often the output layer, which computes most with the parameter. Gradients are summed
-        # over the holders shard by shard, once per step; that counts in the last holder's plan.
+        # The last holder is usually the output layer, which has the most compute with the parameter. Gradients are
+        # summed over the holders shard by shard, once per step; the last holder's plan includes that.
         for stage in reversed(stages):
             new = [name for name, holders in stage.shared.items() if holders[-1] == stage.index]
             if new:
                 budget = budgets[stage.index]
                 self._check_same_mesh(stage, budgets)
                 ranks = {name: len({ranks_of[holder] for holder in stage.shared[name]}) for name in new}
-                # Prices are those of a microbatch, and the sum is taken once per step.
+                # Prices are per microbatch, but the sum is taken once per step.
                 summed = {
                     name: 0.0 if self.links is None else self.links.sum_per_byte(count) / budget.microbatches
                     for name, count in ranks.items()
@@ -171,7 +171,7 @@ class StagePlanner:
         return pins
 
     def _check_same_mesh(self, stage: StageModule, budgets: Sequence[StageBudget]) -> None:
-        """Raise `PlanError` if stages share parameters and lie on meshes of different shapes."""
+        """Raise `PlanError` if stages share parameters and have meshes of different shapes."""
         for name, holders in stage.shared.items():
             meshes = [self.targets[budgets[holder].target].mesh for holder in holders]
             if len(set(meshes)) > 1:
@@ -198,8 +198,8 @@ class StagePlanner:
         target = replace(target, output_placements="planned")
         planned = self._plan_or_relax(stage, budget, pins, target)
         placements = {name: planned.plan.output_placements[name] for name, _ in planned.passed}
-        # Messages have one size on all ranks, or hold a rank's share of the samples: tensors in other unequal parts
-        # are passed on whole.
+        # Messages have the same size on all ranks, or contain a rank's share of the samples: tensors in other unequal
+        # parts are passed on whole.
         shared = planned.planner.constraints.shared
         shapes = {name: value.shape for (name, _), value in zip(planned.passed, stage.passed, strict=True)}
         uneven = [
@@ -229,7 +229,7 @@ class StagePlanner:
         target: Target,
         summed: Mapping[str, float] | None = None,
     ) -> PlannedStage:
-        """Plan a stage within its budget, or as lean as possible where the budget allows that.
+        """Plan a stage within its budget, or as lean as possible if the budget allows that.
 
         `summed` is as in `Constraints`.
         """
@@ -246,7 +246,7 @@ class StagePlanner:
     def _plan_within_budget(
         self, stage: StageModule, budget: StageBudget, pins: Pins, target: Target, summed: Mapping[str, float] | None
     ) -> PlannedStage:
-        """Plan a stage; where an equal request was planned before, reuse its decisions."""
+        """Plan a stage; reuse the decisions for an equal request, if any."""
         graph = self._graph(stage, target)
         start = time.perf_counter()
         held = {source.name for source in graph.inputs if source.kind == "parameter"}
@@ -254,7 +254,7 @@ class StagePlanner:
         pinned = {name: placements for name, placements in known.items() if name in held}
         placements = {**pinned, **target.input_placements}
         summed = summed or {}
-        # All that a plan depends on, without names: stages of equal layers have one key.
+        # Everything that a plan depends on, without names: stages of equal layers have the same key.
         key = (
             structural_fingerprint(graph),
             task_graph_marks(graph),
@@ -284,13 +284,13 @@ class StagePlanner:
         )
         unlimited_key = *key[:-1], replace(budget, limit=None, or_leanest=False)
         earlier = self._earlier_planners.get(unlimited_key)
-        # Plans refer to nodes, so those of an equal graph would not do.
+        # Plans refer to nodes, so those of an equal graph cannot be used.
         if earlier is not None and earlier.graph is graph:
             planner.met, planner.unlimited = earlier.met, earlier.unlimited
         self._earlier_planners.setdefault(unlimited_key, planner)
         plan = self._sharding_plan(planner, self._known_stages.get(key), target)
         planned = PlannedStage(stage, graph, planner, plan)
-        # A plan that Ctrl-C cut short is not kept for other stages.
+        # A plan cut short by Ctrl-C is not kept for other stages.
         if planner.interrupted:
             raise KeyboardInterrupt
         self._known_stages.setdefault(key, planned)
@@ -298,10 +298,10 @@ class StagePlanner:
         return planned
 
     def _sharding_plan(self, planner: Planner, alike: PlannedStage | None, target: Target) -> ShardingPlan:
-        """Run a planner, or give its graph the decisions of a stage that is alike."""
+        """Run a planner, or apply the decisions of an equal stage to its graph."""
         target = replace(target, hints=self.hints)
         if alike is None:
-            # After a limit that is too low others are tried, so an error need not explain what would help.
+            # Other limits are tried after one that is too low, so the error need not explain what would help.
             return run_planner(planner, 0.0, target, planner.unlimited, explained=target.settings.memory_limit is None)
         source, plan = alike.graph, alike.plan
         if plan.recomputed:
@@ -317,28 +317,28 @@ class StagePlanner:
         return with_provenance(planner.describe(candidate), planner, 0.0, target)
 
     def _graph(self, stage: StageModule, target: Target) -> JointGraph:
-        """Return the step of a stage, with what hints and the model's code say is run again or kept."""
+        """Return a stage's step with hints, and marks in the model's code, on recomputed or kept values applied."""
         if stage.step not in self._steps:
             self._steps[stage.step] = with_regions(stage.step, None, ())
         return self._steps[stage.step]
 
 
-# The most limits among stages that are alike: each takes another plan.
+# The maximum number of limits among equal stages: each needs another plan.
 _LIMITS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RelaxedFit:
-    """Planned stages, and the memory that there is for them.
+    """Planned stages, and their available memory.
 
     Attributes:
         planned: the stages.
-        costs: of the stages.
-        flights: the number of microbatches under way in every stage.
-        microbatches: of one step.
-        memories: bytes of a device of every pipeline rank.
-        halves: between the halves of its backward a microbatch may keep more bytes than before; the part of these
-            bytes that limits leave room for.
+        costs: the costs of the stages.
+        flights: the number of microbatches in flight in every stage.
+        microbatches: the number per step.
+        memories: the memory in bytes of a device of every pipeline rank.
+        halves: between the halves of its backward, a microbatch may keep more bytes than before; the fraction of these
+            bytes for which limits leave room.
     """
 
     planned: Sequence[PlannedStage]
@@ -351,7 +351,7 @@ class RelaxedFit:
     def limit_budgets(self, budgets: Sequence[StageBudget]) -> list[StageBudget]:
         """Return the budgets, with limits for the stages of ranks that have too little memory."""
         ranks = placement(len(self.memories), len(self.costs) // len(self.memories))
-        # Only the receive buffers: what the stages themselves hold is in their needs.
+        # Only the receive buffers: the needs include what the stages themselves hold.
         received = rest_bytes([replace(cost, rest_bytes=0) for cost in self.costs], ranks, self.microbatches)
         needs = []
         for cost, count in zip(self.costs, self.flights, strict=True):
@@ -362,8 +362,8 @@ class RelaxedFit:
             rank_need = sum(need for need, holder in zip(needs, ranks, strict=True) if holder == rank)
             room = self.memories[rank] - received[rank]
             if rank_need > room:
-                # The stages of a rank share its memory in proportion to their needs. The limit is one of the bytes
-                # that the stage's plan counts, so it is less by what else a pipeline's step holds.
+                # The stages of a rank share its memory in proportion to their needs. The limit applies to bytes counted
+                # in the stage's plan, so other bytes of a pipeline's step are subtracted.
                 further = (self.flights[stage] - budgets[stage].under_way) * self.costs[stage].saved_bytes
                 beside = needs[stage] - self.planned[stage].plan.memory.peak - further
                 limit = math.floor(needs[stage] / rank_need * room) - beside
@@ -372,22 +372,22 @@ class RelaxedFit:
 
 
 Relaxation = Callable[[RelaxedFit, Sequence[StageBudget]], Sequence[StageBudget]]
-"""Returns the budgets to try after those that some stages were planned in."""
+"""Returns the budgets to try next, given those with which stages were planned."""
 
 
 def relaxations(recompute: str) -> list[Relaxation]:
-    """Return ways to make stages leaner, in the order in which to try them where nothing fits.
+    """Return ways to make stages leaner, in the order of trying if nothing fits.
 
-    * A limit with room for twice the microbatches under way, which schedules without bubbles have, or for as many as
+    * A limit with room for twice the microbatches in flight, as in schedules without bubbles, or for as many as
       possible. Nothing is recomputed.
     * Lower limits, with room for half or all of what these microbatches keep between the halves of backward.
-    * A limit for the microbatches under way in a 1F1B schedule.
+    * A limit for the microbatches in flight in a 1F1B schedule.
     * All layers recomputed.
-    * Gradients reduced with every microbatch where that makes them smaller, so that none is kept whole.
-    * A limit together with these.
+    * Gradients reduced with every microbatch if that makes them smaller, so that none is kept whole.
+    * A limit in combination with these.
 
     Args:
-        recompute: what the user allows to recompute, as `autoshard.plan` takes it.
+        recompute: what the user allows to recompute, as for `autoshard.plan`.
 
     Source: P. Qi et al., "Zero Bubble Pipeline Parallelism", 2.2: with about twice the memory there is no bubble.
     """
@@ -402,7 +402,7 @@ def relaxations(recompute: str) -> list[Relaxation]:
 
     def limit(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
         def allow_recompute(budget: StageBudget) -> StageBudget:
-            # A stage in which operators run again in any case stays so.
+            # A stage in which operators are recomputed in any case is not changed.
             return budget if budget.recompute in ALWAYS_RECOMPUTE else replace(budget, recompute=recompute)
 
         return _change_limited(budgets, fit.limit_budgets(budgets), allow_recompute, possible=True)
@@ -412,13 +412,13 @@ def relaxations(recompute: str) -> list[Relaxation]:
         return _change_limited(budgets, limited, lambda budget: _without_limit(budget, recompute="full"))
 
     def reduce_per_microbatch(fit: RelaxedFit, budgets: Sequence[StageBudget]) -> Sequence[StageBudget]:
-        # A single microbatch has nothing to add up.
+        # A single microbatch has nothing to sum.
         if fit.microbatches == 1:
             return budgets
         limited = fit.limit_budgets(budgets)
         return _change_limited(budgets, limited, lambda budget: _without_limit(budget, reduced="microbatch"))
 
-    # From what costs least seconds to what costs most.
+    # Sorted by cost in seconds.
     first = [limit_with_headroom(0.0), limit_with_headroom(0.5), limit_with_headroom(1.0), limit]
     return [*first, *([recompute_layers] if recompute == "auto" else []), reduce_per_microbatch, limit]
 
@@ -430,13 +430,13 @@ def _change_limited(
     *,
     possible: bool = False,
 ) -> list[StageBudget]:
-    """Return the budgets, with a change to the limited ones of stages that have to be limited.
+    """Return the budgets, with changed limited ones for stages that must be limited.
 
     Args:
-        budgets: of all stages.
+        budgets: the budgets of all stages.
         limited: the same with limits.
-        change: of a limited budget.
-        possible: True to leave stages alone whose limit is not above 0.
+        change: changes a limited budget.
+        possible: True to skip stages whose limit is not above 0.
     """
 
     def is_changed(budget: StageBudget, less: StageBudget) -> bool:
@@ -450,19 +450,19 @@ def _without_limit(budget: StageBudget, **changes: Any) -> StageBudget:
 
 
 def merge_limits(budgets: Sequence[StageBudget], texts: Sequence[Hashable]) -> list[StageBudget]:
-    """Return budgets in which stages that are alike have few different limits.
+    """Return budgets in which equal stages have few different limits.
 
     Args:
-        budgets: of all stages.
-        texts: one per stage, equal for stages that are alike.
+        budgets: the budgets of all stages.
+        texts: one per stage, equal for equal stages.
     """
     merged = list(budgets)
     groups: dict[Hashable, list[int]] = {}
     for stage, (budget, text) in enumerate(zip(budgets, texts, strict=True)):
         if budget.limit is not None:
             groups.setdefault((text, _without_limit(budget)), []).append(stage)
-    # Stages with similar limits all get the least of these. Every limit takes another plan, and a pipeline is as fast
-    # as its slowest stage, which most often has the least memory: more of it in other stages gains little.
+    # Stages with similar limits all get the smallest of these. Every limit needs another plan, and a pipeline is as
+    # fast as its slowest stage, usually that with the least memory: more memory in other stages gains little.
     for stages in groups.values():
         stages.sort(key=lambda stage: (budgets[stage].limit or 0) / budgets[stage].under_way)
         size = math.ceil(len(stages) / _LIMITS)

@@ -1,4 +1,4 @@
-"""The steps that are captured to plan a pipeline, each once; and reuse between stages that are equal but for names."""
+"""Captured steps for planning a pipeline, each captured once, and reuse between stages that differ only in names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from autoshard.specs.axes import MeshShape
 
 
 def structural_fingerprint(graph: JointGraph) -> str:
-    """Return a hash that is equal for graphs which differ only in the names of parameters, buffers and inputs."""
-    # Names of inputs become their places: what is tied stays tied.
+    """Return a hash that is equal for graphs that differ only in the names of parameters, buffers and inputs."""
+    # Names of inputs become their indices, so that tied tensors remain tied.
     number = {item.name: str(place) for place, item in enumerate(graph.inputs)}
     inputs = [replace(item, name=number[item.name]) for item in graph.inputs]
     outputs = [replace(item, name=number.get(item.name, item.name), tangent=None) for item in graph.outputs]
@@ -36,15 +36,15 @@ def structural_fingerprint(graph: JointGraph) -> str:
 
 
 def task_graph_marks(graph: JointGraph) -> tuple[tuple[str, int] | None, ...]:
-    """Return the primitive of every operator, and the number of its task graph in the order in which they occur."""
+    """Return the primitive of every operator, and the index of its task graph in order of occurrence."""
     task_graphs = [graph.task_graph(node) for node in graph.graph.nodes]
     number = {task_graph: place for place, task_graph in enumerate(dict.fromkeys(task_graphs))}
     return tuple(None if mark is None else (", ".join(map(str, mark.primitives)), number[mark]) for mark in task_graphs)
 
 
 def rename_decisions(decisions: Decisions, source: JointGraph, target: JointGraph) -> Decisions:
-    """Rename the decisions for one graph to those for another of the same `structural_fingerprint`."""
-    # Equal fingerprints: the nodes of both are equal one by one.
+    """Rename the decisions for one graph to those for another with the same `structural_fingerprint`."""
+    # The fingerprints are equal, so the nodes correspond one by one.
     nodes = {node.name: like.name for node, like in zip(source.graph.nodes, target.graph.nodes, strict=True)}
     outputs = {output.name: like.name for output, like in zip(source.outputs, target.outputs, strict=True)}
     return Decisions(
@@ -68,14 +68,14 @@ def captured_microbatch(
     """Capture one of `number` microbatches of a call.
 
     Args:
-        call: of the whole model.
-        number: of microbatches.
-        target: as the user gave it.
+        call: the call of the whole model.
+        number: the number of microbatches.
+        target: the target given by the user.
         dynamic: True if the number of samples in a microbatch is a dynamic size.
-        grad: True if gradients will be wanted.
+        grad: True if gradients are needed.
 
     Raises:
-        InputError: the batch does not divide.
+        InputError: the batch is not divisible.
         HintError: a hint of task graphs or regions is not valid.
         PlanError: the model's code moves tensors to the host.
         CaptureError: as for `capture_microbatch`.
@@ -107,11 +107,11 @@ def captured_microbatch(
 
 
 class PipelineCaptures:
-    """The steps of the microbatches of one call, for all meshes.
+    """The steps of one call's microbatches, for all meshes.
 
     Args:
-        call: the call that is planned.
-        target: as the user gave it.
+        call: the call to plan.
+        target: the target given by the user.
         dynamic: True if the number of samples in a microbatch is a dynamic size of the graphs.
 
     Attributes:
@@ -128,7 +128,7 @@ class PipelineCaptures:
 
     @property
     def with_dynamic_batch(self) -> PipelineCaptures:
-        """The captures of the same call with dynamic samples of a microbatch, which ranks can take shares of."""
+        """The captures of the same call with a dynamic number of samples, of which ranks can take shares."""
         if self._with_dynamic_batch is None:
             self._with_dynamic_batch = PipelineCaptures(self.call, self._target, dynamic=True)
         return self._with_dynamic_batch
@@ -141,7 +141,7 @@ class PipelineCaptures:
         return self._steps[number]
 
     def stage_graph(self, number: int, cluster: Cluster) -> StageGraph:
-        """Return the graph to assign to stages, by the prices of a cluster of equal devices."""
+        """Return the graph to assign to stages, with prices of a cluster of equal devices."""
         key = number, cluster
         if key not in self._graphs:
             cost = CostModel(cluster, MeshShape.of({"device": 1}))
@@ -149,6 +149,6 @@ class PipelineCaptures:
         return self._graphs[key]
 
     def nearest_number(self, number: int) -> int:
-        """Return the number of microbatches nearest to `number` whose step has been captured."""
-        # By `log`: half and twice as many are equally far.
+        """Return the captured number of microbatches nearest to `number`."""
+        # By `log`, so that half and twice as many are equally far.
         return min(self._steps, key=lambda known: (abs(math.log(known / number)), known))

@@ -1,1 +1,1 @@
-"""The module that runs a rank of a pipeline."""
+"""The module that runs a pipeline rank's stages."""

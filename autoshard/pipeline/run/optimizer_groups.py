@@ -1,7 +1,7 @@
-"""The groups of an optimizer of a pipeline, as `torch.distributed.checkpoint` saves them: with the names of all ranks.
+"""Parameter groups of a pipeline's optimizer in `torch.distributed.checkpoint`: with the names of all ranks.
 
-A checkpoint has one list of groups, and the names of a group's parameters stand in it. A rank of a pipeline knows its
-own alone: the file would have the names of one rank, and the others would find no group for theirs when they load.
+A checkpoint has one list of groups, which contain the names of their parameters. A pipeline rank only knows its own:
+the file would have the names of one rank, and the others would find no group for theirs when they load.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autoshard.runtime.checkpoint import checkpointable
 
 
 class _SharedGroup(dict[str, Any]):
-    """A group that keeps the names of other ranks when torch puts names in the place of numbers.
+    """A group that adds the names of other ranks when torch replaces numbers by names.
 
     Args:
-        group: as `Optimizer.state_dict` has it.
+        group: a group of `Optimizer.state_dict`.
         elsewhere: names of the parameters that only other ranks have in this group.
     """
 
@@ -32,22 +32,22 @@ class _SharedGroup(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
-            # Once: what a user assigns later stays as it is.
+            # Only once: later assignments by users are not changed.
             value, self._elsewhere = [*value, *self._elsewhere], []
         super().__setitem__(key, value)
 
     def __reduce__(self) -> Any:
-        # Files and copies have a plain dictionary.
+        # Files and copies contain a plain dictionary.
         return dict, (dict(self),)
 
 
 def prepare_checkpoints(pipeline: nn.Module, group: dist.ProcessGroup, optimizer: Optimizer) -> None:
-    """Make checkpoints of an optimizer of a pipeline right: strided shards, and groups with the names of all ranks.
+    """Make checkpoints of a pipeline's optimizer correct: strided shards, and groups with the names of all ranks.
 
     Args:
         pipeline: the stages of this rank.
         group: the process group along the pipeline axis.
-        optimizer: of the parameters of `pipeline`.
+        optimizer: an optimizer of the parameters of `pipeline`.
     """
     checkpointable(optimizer)
     watched = weakref.ref(pipeline)
@@ -95,5 +95,5 @@ _REMEDY = (
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group says beside its parameters, comparable."""
+    """Return a group's options, without its parameters, in comparable form."""
     return {key: str(value) for key, value in group.items() if key != "params"}

@@ -1,4 +1,4 @@
-"""`PipelineModule`: the part of a module on one rank of a pipeline, which trains there; and how it is made."""
+"""`PipelineModule`: the part of a module on one pipeline rank, for training there; and its construction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from autoshard.runtime.safetensors import IncompatibleKeys, Paths, load_module
 from autoshard.runtime.shards import local_of
 from autoshard.specs.axes import MeshShape
 
-# As `torch.nn.utils.clip_grad_norm_` adds it, so that numbers are those of one device.
+# The same as in `torch.nn.utils.clip_grad_norm_`, so that the numbers are those of one device.
 _ROUNDING = 1e-6
 
 
@@ -63,14 +63,14 @@ def total_norm(
     norm_type: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the norm of all gradients of a model, whose gradients and shards lie on different ranks.
+    """Return the norm of all gradients of a model, whose gradients and shards are on different ranks.
 
     Args:
-        gradients: that this rank counts, by the index of their parameter in the model.
+        gradients: the gradients that this rank counts, by the index of their parameter in the model.
         parameters: the number of parameters of the model.
         device_mesh: all ranks.
         norm_type: p of the p-norm.
-        dtype: of the norms; the same on every rank.
+        dtype: the dtype of the norms; the same on every rank.
 
     Returns:
         The norm, on every rank.
@@ -80,14 +80,14 @@ def total_norm(
     """
     if not norm_type >= 0:
         raise InputError(f"norm_type={norm_type}: the norm of sharded gradients needs one that is at least 0.")
-    # Every rank has the norms of its own shards, of replicas only the first. One reduction per mesh axis sums them up.
+    # Every rank has the norms of its own shards; only the first replica counts. One reduction per axis sums them.
     norms = torch.zeros(parameters, dtype=dtype, device=device_mesh.device_type)
     for index, gradient in gradients.items():
         local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-        # Shards of uneven splits may be empty, for which torch has no norm of infinity.
+        # Shards of uneven splits may be empty; torch has no infinity norm of these.
         if local.numel() and _is_first_replica(gradient):
             norms[index] = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
-    # Norms of shards add up as their powers do; the largest magnitude is that of any shard, and norm 0 a count.
+    # p-th powers of shards' norms add up; for infinity, the maximum over shards counts, and norm 0 is a count.
     adds_powers = 0 < norm_type < math.inf
     if adds_powers:
         norms = norms**norm_type
@@ -101,7 +101,7 @@ def total_norm(
 
 @torch.no_grad()
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm down to `max_norm`, in place; gradients of a smaller norm stay as they are."""
+    """Scale gradients with this norm down to `max_norm`, in place; a smaller norm is not changed."""
     factor = (max_norm / (norm + _ROUNDING)).clamp(max=1.0)
     for gradient in gradients:
         (local_of(gradient) if isinstance(gradient, DTensor) else gradient).mul_(factor)
@@ -124,7 +124,7 @@ class Evaluation(NamedTuple):
     """The result of `PipelineModule.eval_step`.
 
     Attributes:
-        loss: the mean over microbatches of the model's loss, on every rank; None where the model returns no loss.
+        loss: the mean over microbatches of the model's loss, on every rank; None if the model returns no loss.
         outputs: the model's outputs for the whole batch, on the ranks of the last stage; None on others.
     """
 
@@ -133,18 +133,19 @@ class Evaluation(NamedTuple):
 
 
 class PipelineModule(nn.Module):
-    """The stages of a module on this rank, and steps of the whole pipeline.
+    """The stages of a module on this rank, with steps of the whole pipeline.
 
     The module has the parameters and buffers of this rank's stages, under the model's names; every optimizer of torch
-    trains them. (Where a rank may hold no parameters, pass `[{"params": list(pipeline.parameters())}]`: torch refuses
-    an empty list.) Steps take the whole batch, the same on every rank, and split it into the plan's microbatches.
-    Statistics of a batch, such as those of batch norm, are those of each microbatch.
+    can train them. (If a rank may have no parameters, pass `[{"params": list(pipeline.parameters())}]`: torch refuses
+    an empty list.) Steps take the whole batch, equal on every rank, and split it into the plan's microbatches. Batch
+    statistics, such as those of batch norm, are per microbatch.
 
-    `train()` and `eval()` choose the mode of the steps after them. A step with another batch size, other arguments or
-    in another mode is captured and planned once, with the same stages and placements.
+    `train()` and `eval()` set the mode of later steps. A step with another batch size, other arguments or another mode
+    is captured and planned once, with the same stages and placements.
 
-    `torch.distributed.checkpoint` saves and loads the whole model across ranks, as it does on any other mesh: by
-    `get_state_dict(pipeline, optimizer)`, which all ranks call together, with `flatten_optimizer_state_dict` or not.
+    `torch.distributed.checkpoint` saves and loads the whole model across ranks, as on any other mesh: with
+    `get_state_dict(pipeline, optimizer)`, which all ranks call together, with or without
+    `flatten_optimizer_state_dict`.
 
     Attributes:
         sharding_plan: the plan.
@@ -162,7 +163,7 @@ class PipelineModule(nn.Module):
         self.training = call_cache.model.training
         self._call_cache = call_cache
         self._prepared_calls: dict[Hashable, tuple[PreparedCall, ...]] = {}
-        # Kinds of calls whose first batch the ranks have compared; later ones would cost a step its speed.
+        # Kinds of calls whose first batch the ranks have compared; comparing later ones would slow down steps.
         self._compared_signatures: set[Hashable] = set()
         self._order = CallOrder(ADVICE)
         self._order.open(call_cache.device_mesh)
@@ -172,19 +173,19 @@ class PipelineModule(nn.Module):
         if plan.schedule.ranks > 1:
             refuse_draws(self.parameters())
         install_hooks(self)
-        # `train_step` leaves no gradient unreduced.
+        # After `train_step`, all gradients are reduced.
         prepare_optimizers(self, lambda: None, functools.partial(prepare_checkpoints, self, call_cache.group))
 
     def add_call(self, prepared: PreparedCall, call: BoundCall) -> None:
         """Add a prepared kind of call, with gradients, with an example of it."""
         signature = replace(call, grad=True).signature
         entries = self._call_cache.state_entries(prepared, self)
-        # The stages of other ranks are freed, and with them their parameters.
+        # The stages of other ranks are freed, together with their parameters.
         stages = self._call_cache.own_stages(prepared.stages)
         self._prepared_calls[signature] = (replace(prepared, stages=stages, entries=entries),)
 
     def _prepared_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PreparedCall:
-        """Return the prepared kind of a call, with the present parameters of this module."""
+        """Return the prepared kind of a call, with this module's current parameters."""
         cache = self._call_cache
         call = BoundCall.of(cache.model, args, kwargs, torch.is_grad_enabled())
         known = self._prepared_calls.get(call.signature, ())
@@ -193,7 +194,7 @@ class PipelineModule(nn.Module):
             try:
                 self._take_parameters(prepared)
             except PipelineError as error:
-                # Other ranks may begin the step, and would wait for this one in it.
+                # Other ranks may begin the step, and would wait for this one.
                 with contextlib.suppress(InputError):
                     self._order.begin_new(prepared.texts, {"the stages of a rank": str(error)})
                 raise
@@ -205,7 +206,7 @@ class PipelineModule(nn.Module):
             on_all_ranks(cache.device_mesh, self._holders.check)
             check_invalidating_effects([each.call_format.state for each in known])
             self._check_model()
-            # With the parameters of this module: those of the model are on the meta device by now.
+            # With this module's parameters: those of the model are on the meta device by now.
             prepared = cache.prepare(self, call)
             self._prepared_calls[call.signature] = (prepared, *known)
         if call.signature not in self._compared_signatures:
@@ -216,7 +217,7 @@ class PipelineModule(nn.Module):
         return prepared
 
     def _take_parameters(self, prepared: PreparedCall) -> None:
-        """Give the stages the present parameters: they may have been loaded or materialized since the last call."""
+        """Put the current parameters into the stages: they may have been loaded or materialized since the last call."""
         self._holders.check()
         relink_entries(prepared.entries)
         self._holders.check_hooks()
@@ -227,7 +228,7 @@ class PipelineModule(nn.Module):
         return self._call_cache.device_mesh
 
     def _check_model(self) -> None:
-        """Raise `PipelineError` if the model was given new parameters after the pipeline was made of it."""
+        """Raise `PipelineError` if the model was given new parameters after the pipeline was made."""
         for name, parameter in self._call_cache.model.named_parameters():
             if not parameter.is_meta:
                 raise PipelineError(
@@ -243,11 +244,11 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> NamedTuple:
-        """Load this rank's part of a state dict, which may have the parts of other ranks too.
+        """Load this rank's part of a state dict, which may also contain the parts of other ranks.
 
         Args:
-            state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, the same on every rank; parameters on
-                the meta device are filled with `assign=True`.
+            state_dict, strict, assign: as for `nn.Module`. Tensors may be whole, equal on every rank; parameters on the
+                meta device are loaded with `assign=True`.
         """
         # With `strict`, torch would refuse the parts of other ranks.
         elsewhere = self._names_elsewhere
@@ -258,7 +259,7 @@ class PipelineModule(nn.Module):
     def load_safetensors(
         self, paths: Paths, strict: bool = True, device: torch.device | str | None = None
     ) -> IncompatibleKeys:
-        """Fill the stages of this rank from files of the whole model: see `autoshard.load_safetensors`."""
+        """Load the stages of this rank from files of the whole model: see `autoshard.load_safetensors`."""
         device = device or self._call_cache.device_mesh.device_type
         return load_module(self, paths, strict=strict, device=device, elsewhere=self._names_elsewhere)
 
@@ -275,17 +276,17 @@ class PipelineModule(nn.Module):
         cache.uninitialized_names = frozenset()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients down if their norm over the whole model is larger than `max_norm`.
+        """Scale all gradients down if their norm over the whole model exceeds `max_norm`.
 
-        `torch.nn.utils.clip_grad_norm_` would take the norm of the stages of this rank alone. All ranks call this
-        together, between `train_step` and the optimizer's step.
+        `torch.nn.utils.clip_grad_norm_` would only take the norm over this rank's stages. All ranks call this together,
+        between `train_step` and the optimizer's step.
 
         Args:
-            max_norm: of all gradients of all stages as one vector.
-            norm_type: p of the p-norm, at least 0; infinity is the largest magnitude.
+            max_norm: the maximum norm of all gradients of all stages as one vector.
+            norm_type: p of the p-norm, at least 0; infinity selects the largest magnitude.
 
         Returns:
-            The norm before scaling, equal to that on one device; every rank has it. A tied parameter counts once.
+            The norm before scaling, on every rank, equal to that on one device. A tied parameter counts once.
 
         Raises:
             InputError: `norm_type` is negative.
@@ -296,31 +297,31 @@ class PipelineModule(nn.Module):
             name: indices.setdefault(parameter, len(indices))
             for name, parameter in cache.model.named_parameters(remove_duplicate=False)
         }
-        # The rank of a tied parameter's first stage counts it.
+        # The rank with a tied parameter's first stage counts it.
         elsewhere = {self.get_parameter(name) for name in self._tied_parameters.names_of_earlier_stages}
         held = [(name, value, value.grad) for name, value in self.named_parameters() if value.grad is not None]
         counted = {index_of[name]: gradient for name, parameter, gradient in held if parameter not in elsewhere}
-        # Norms in one dtype on all ranks, which may hold parameters of different ones.
+        # Norms in one dtype on all ranks, whose parameters may have different dtypes.
         dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in indices), torch.float32)
         norm = total_norm(counted, len(indices), cache.device_mesh, norm_type, dtype)
         clip([gradient for *_, gradient in held], norm, max_norm)
         return norm
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of a whole batch; gradients are added to `.grad`, as by `backward()`.
+        """Run forward and backward of a whole batch, and add the gradients to `.grad`, as `backward()` does.
 
         Args:
-            args, kwargs: a call of the model with a whole batch, which the number of microbatches divides.
+            args, kwargs: a call of the model with a whole batch, divisible by the number of microbatches.
 
         Returns:
             The loss of the batch, on every rank, detached: the mean over all microbatches. If the loss is a
-            cross-entropy, the weight of a microbatch is the number of targets that count in it, such as tokens that are
-            not `ignore_index`. Other losses in which samples count unequally, such as a loss that balances experts, are
-            the mean over microbatches, which differs from the value of the whole batch on one device.
+            cross-entropy, the weight of a microbatch is its number of counted targets, such as tokens that are not
+            `ignore_index`. Other losses with unequal weights of samples, such as a loss that balances experts, are the
+            mean over microbatches, which differs from the whole batch's value on one device.
 
         Raises:
             InputError: the batch does not divide.
-            PipelineError: the model returns no loss, the call runs other operators than the example did, or the step
+            PipelineError: the model returns no loss, the call runs other operators than the example, or the step
                 failed, for example because another rank died. No step can follow a failed one.
         """
         if not torch.is_grad_enabled():
@@ -333,7 +334,7 @@ class PipelineModule(nn.Module):
                     "there is nothing to train: let forward compute it, and pass the targets to it."
                 )
             batch = prepared.call_format.split(args, kwargs)
-            # Only the gradients of this step are summed over the ranks of a tied parameter: earlier ones are already.
+            # Only this step's gradients are summed over the ranks of a tied parameter: earlier ones are summed already.
             self._tied_parameters.stash_gradients()
             loss = prepared.runtime.train(batch)
             self._tied_parameters.sum_gradients()
@@ -342,7 +343,7 @@ class PipelineModule(nn.Module):
 
     @contextlib.contextmanager
     def _explained_errors(self) -> Iterator[None]:
-        """Context of a step, which raises the error of ranks that were in another call as the reason of its own."""
+        """Context of a step that, if it fails because other ranks were in another call, raises their error."""
         try:
             yield
         except (RuntimeError, PipelineError) as error:
@@ -356,8 +357,8 @@ class PipelineModule(nn.Module):
             args, kwargs: as for `train_step`.
 
         Returns:
-            The loss, and the outputs: those of the microbatches concatenated along dim 0 where that counts samples,
-            their mean where they have no dims, else those of the last microbatch.
+            The loss and the outputs: those of the microbatches concatenated along dim 0 if it counts samples, their
+            mean if they are 0-d, else those of the last microbatch.
 
         Raises:
             InputError, PipelineError: as for `train_step`.
@@ -395,23 +396,23 @@ class PipelineModule(nn.Module):
 def build_pipeline_module(
     call: BatchCall, device_mesh: DeviceMesh, plan: PipelinePlan, target: Target
 ) -> PipelineModule:
-    """Cut a module into the stages of a plan, and keep those of this rank, each sharded over its part of the mesh.
+    """Split a module into the stages of a plan, and keep this rank's, each sharded over its part of the mesh.
 
-    The parameters and buffers of the module itself are on the meta device afterwards, so that the parts of other ranks
-    are freed here. Nothing is changed where an error is raised.
+    Afterwards the parameters and buffers of the module itself are on the meta device, so that the parts of other ranks
+    are freed here. If an error is raised, nothing was changed.
 
     Args:
-        call: of the model with a whole batch, which the plan's number of microbatches divides. Its parameters may be on
-            the meta device.
-        device_mesh: the mesh, the pipeline's axis among its axes.
+        call: a call of the model with a whole batch, divisible by the plan's number of microbatches. Its parameters may
+            be on the meta device.
+        device_mesh: the mesh, including the pipeline axis.
         plan: the plan.
-        target: of the whole model, for calls that the plan does not have.
+        target: the target of the whole model, for calls that the plan does not have.
 
     Raises:
-        PlanError: the plan is of another model or mesh, or places a tied parameter in two ways; or a pipeline can not
-            have an option.
+        PlanError: the plan is for another model or mesh, or places a tied parameter in two ways; or pipelines do not
+            support an option.
         CaptureError, InputError: as for `capture_microbatch` and `BatchCall.split`.
-        PipelineError: the schedule can't be run.
+        PipelineError: the schedule cannot be run.
     """
     check_pipeline_options(target)
     call_cache = CallCache(call.module, device_mesh, plan, target, call.batch_dims)
@@ -422,18 +423,18 @@ def build_pipeline_module(
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.step))
     check_same_placements(prepared.stages, plan.stages)
     call_cache.parallelize(prepared)
-    # Only now, since parallelizing gives each stage parameters of its own.
+    # After parallelizing, which gives each stage its own parameters.
     tie(call_cache.own_stages(prepared.stages))
     pipeline = PipelineModule(call_cache, prepared)
     pipeline.add_call(prepared, bound)
     _replace_with_meta(call.module)
-    # By `__dict__`, as an attribute that is a module would become a submodule of the model.
+    # Through `__dict__`, because an assigned module would become a submodule of the model.
     call.module.__dict__[RUNTIME] = pipeline
     return pipeline
 
 
 def _replace_with_meta(module: nn.Module) -> None:
-    """Replace the parameters and buffers of a module by meta tensors; tied ones stay tied."""
+    """Replace the parameters and buffers of a module by meta tensors; tied ones remain tied."""
     replacements: dict[torch.Tensor, torch.Tensor] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -447,16 +448,16 @@ def _replace_with_meta(module: nn.Module) -> None:
                 part._buffers[name] = replacements.setdefault(buffer, torch.empty_like(buffer, device="meta"))
 
 
-# The default name of the mesh axis along which stages lie.
+# The default name of the pipeline axis.
 PIPELINE_AXIS = "pp"
 
 
 def resolve_pipeline(mesh: MeshShape, pipeline: Pipeline) -> Pipeline | None:
-    """Return the options of a pipeline with the name of its axis; None for a mesh without a pipeline.
+    """Return the pipeline options with the name of the axis; None for a mesh without a pipeline.
 
     Raises:
-        MeshError: no mesh axis has the name of the axis.
-        PlanError: there are options of a pipeline, and the mesh has none.
+        MeshError: no mesh axis has the given name.
+        PlanError: pipeline options are given, but the mesh has no pipeline axis.
     """
     axis = PIPELINE_AXIS if pipeline.axis is None and PIPELINE_AXIS in mesh.names else pipeline.axis
     if axis is not None:
@@ -490,11 +491,11 @@ def plan_with_options(call: BatchCall, mesh: MeshShape, pipeline: Pipeline, targ
 def parallelize_pipeline(
     call: BatchCall, device_mesh: DeviceMesh, pipeline: Pipeline, target: Target, *, plan: object = None
 ) -> PipelineModule:
-    """Return this rank's part of a module, by the given plan or else by the plan of the first rank.
+    """Return this rank's part of a module, by the given plan or else by the first rank's plan.
 
     Raises:
         InputError: there is no example call.
-        PlanError: `plan` is not a pipeline's plan.
+        PlanError: `plan` is not a pipeline plan.
         AutoshardError: as for `plan_pipeline` and `build_pipeline_module`; nothing was changed then.
     """
     check_ranks_agree(

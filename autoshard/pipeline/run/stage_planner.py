@@ -1,4 +1,4 @@
-"""The planner of a stage, whose step is a slice of that of the whole module."""
+"""The planner of a stage, whose step is a slice of the whole module's step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from autoshard.specs.axes import MeshShape
 
 
 class StageStepPlanner(ModulePlanner):
-    """Plans the one call of a stage.
+    """Plans the only call of a stage.
 
     Args:
         stage: the stage.
         mesh: the mesh axes of its ranks.
-        target: the options of the user.
+        target: the user's options.
     """
 
     def __init__(self, stage: StageModule, mesh: MeshShape, target: Target) -> None:
         super().__init__(stage.module, mesh, target)
-        # With what hints and the model's code say is run again or kept.
+        # Applies hints and marks in the model's code about recomputed or kept values.
         self._step = with_regions(stage.step, None, ())
 
     def capture(
         self, *_: Any, placed: PlacementsByName | None = None, input_pins: PinsByName | None = None, **options: Any
     ) -> CapturedCall:
-        """Return the call of the stage; the other arguments of a capture are those that the stage was cut with."""
+        """Return the stage's call; other arguments of a capture are those with which the stage was cut."""
         return CapturedCall(self._step, 0.0, self.mesh, self.requested, self._planners, placed, input_pins or {})

@@ -1,6 +1,6 @@
-"""Steps of the stages of one rank, by torch's pipeline stages and its runtime of lists of actions.
+"""Steps of one rank's stages, run by torch's pipeline stages and its runtime for lists of actions.
 
-A `CallCache` prepares kinds of calls: it cuts a call into stages, parallelizes those of this rank, and gives them to a
+A `CallCache` prepares kinds of calls: it cuts a call into stages, parallelizes this rank's, and passes them to a
 `PipelineRuntime`.
 """
 
@@ -38,7 +38,7 @@ from autoshard.runtime.program_maker import ProgramMaker
 from autoshard.runtime.rank_agreement import check_ranks_agree, on_all_ranks, process_rank
 from autoshard.specs.axes import MeshShape
 
-# The end of an error about ranks whose calls differ.
+# The end of an error about calls that differ between ranks.
 ADVICE = "All ranks call the pipeline alike, each with the whole batch."
 
 _FORWARD = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
@@ -50,12 +50,12 @@ class PipelinePosition:
 
     Attributes:
         rank: its pipeline rank.
-        mesh: of the stages on that rank.
-        group: one process of every pipeline rank, in order, this one among them; it receives from these.
+        mesh: the mesh of the stages on that rank.
+        group: one process of every pipeline rank, in order, including this one; it receives from these.
         axis_group: all processes along the pipeline's axis.
-        sends: for the pipeline rank before this one (-1) and that behind it (1), the global ranks of the processes that
-            this one sends to; empty where they are those in `group`.
-        starts: for every pipeline rank, the position of its first process in `axis_group`.
+        sends: for the previous pipeline rank (-1) and the next one (1), the global ranks of the processes to which this
+            one sends; empty if they are those in `group`.
+        starts: for every pipeline rank, the index of its first process in `axis_group`.
     """
 
     rank: int
@@ -67,9 +67,9 @@ class PipelinePosition:
 
 
 def pipeline_position(device_mesh: DeviceMesh, layout: PipelineMesh) -> PipelinePosition:
-    """Return the position of this process. All processes of the mesh call this together, since groups are made here.
+    """Return the position of this process. All processes of the mesh call this together, because it creates groups.
 
-    Source: Rhino 6.3: communicators are made once, in the same order on every rank.
+    Source: Rhino 6.3: communicators are created once, in the same order on every rank.
     """
     axis_group = device_mesh.get_group(layout.axis)
     place = device_mesh.get_local_rank(layout.axis)
@@ -80,8 +80,8 @@ def pipeline_position(device_mesh: DeviceMesh, layout: PipelineMesh) -> Pipeline
     group = _column_group(device_mesh, layout)
     index = place - layout.starts[rank]
     axis_ranks = dist.get_process_group_ranks(axis_group)
-    # Pipeline ranks may have unequal numbers of devices. Every process receives from one process on the rank before and
-    # one on the rank behind, in turn, and sends to those that receive from it.
+    # Pipeline ranks may have unequal numbers of devices. Every process receives from one process on the previous rank
+    # and one on the next, assigned round-robin, and sends to those that receive from it.
     sends = {
         step: tuple(
             axis_ranks[layout.starts[rank + step] + receiver]
@@ -101,7 +101,7 @@ def _rank_mesh(device_mesh: DeviceMesh, layout: PipelineMesh, rank: int) -> Devi
     others = tuple(name for name in names if name in layout.whole.names)
     if others and max(layout.devices) == 1:
         return device_mesh[others]
-    # Every process makes this group, needed or not: all need equally many (see `_column_group`).
+    # Every process creates this group, needed or not: all need equal numbers of groups (see `_column_group`).
     axis_ranks = dist.get_process_group_ranks(device_mesh.get_group(layout.axis))
     group = dist.new_group(axis_ranks[start : start + count], use_local_synchronization=True)
     if count == 1:
@@ -114,13 +114,13 @@ def _rank_mesh(device_mesh: DeviceMesh, layout: PipelineMesh, rank: int) -> Devi
 
 
 def _column_group(device_mesh: DeviceMesh, layout: PipelineMesh) -> dist.ProcessGroup:
-    """Return the group of this process and the processes that it receives from, one of every other pipeline rank."""
+    """Return the group of this process and those that it receives from, one on every other pipeline rank."""
     axis_ranks = dist.get_process_group_ranks(device_mesh.get_group(layout.axis))
     this_rank = process_rank()
     groups: list[dist.ProcessGroup] = []
-    # The n-th process of a pipeline rank is in the n-th group; ranks with fewer processes have one in turn in it. Torch
-    # names a group after its ranks and the number of groups that the process has, so a process that is not in a group
-    # makes one with itself alone.
+    # The n-th process of a pipeline rank is in the n-th group; ranks with fewer processes are assigned round-robin.
+    # Torch names a group after its ranks and the number of groups in the process, so a process outside a group creates
+    # one with itself alone.
     for turn in range(max(layout.devices)):
         members = [axis_ranks[start + turn % count] for start, count in zip(layout.starts, layout.devices, strict=True)]
         is_member = this_rank in members
@@ -130,7 +130,7 @@ def _column_group(device_mesh: DeviceMesh, layout: PipelineMesh) -> dist.Process
 
 
 class StageCall(nn.Module):
-    """A stage as torch's runtime calls it: with received tensors, and with all inputs of the model by their names."""
+    """A stage as torch's runtime calls it: with received tensors, and all inputs of the model by name."""
 
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
@@ -140,29 +140,30 @@ class StageCall(nn.Module):
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         keywords = {keyword: inputs[name] for keyword, name in self.keywords.items()}
         results = self.module(*received, **keywords)
-        # Messages have to be contiguous.
+        # Messages must be contiguous.
         return tuple(result.contiguous() for result in results)
 
 
 class PipelineRuntime:
-    """Runs steps of the stages of this rank.
+    """Runs steps of this rank's stages.
 
-    Torch's runtime runs a list of actions, so that every rank has the order of the schedule, messages included, whether
-    the schedule is one of torch's or not.
+    Torch's runtime runs a list of actions, so every rank follows the order of the schedule, messages included, whether
+    or not it is one of torch's schedules.
 
     Args:
-        stages: of this rank, with the tensors that each receives and returns here, on the meta device.
+        stages: this rank's stages, with the tensors that each receives and returns here, on the meta device.
         schedule: the orders of all ranks.
-        position: of this process in the pipeline.
-        device: of the stages.
-        loss: the output of the model that is differentiated; None where there is none.
+        position: this process's position in the pipeline.
+        device: the device of the stages.
+        loss: the output of the model that is differentiated; None if there is none.
 
     Attributes:
-        second_halves: if the schedule splits backward, the list of every stage to which its backwards append what they
-            leave for the second half. (Torch splits backward by walking the autograd graph of a stage. That of a
-            parallelised stage is one operation, which torch would run twice, once for each half.)
-        gradient_sums: of every stage, the gradients that its last backward reduces once per step; empty with a single
-            microbatch. The reductions are awaited at the end of the step: other stages of the rank compute meanwhile.
+        second_halves: if the schedule splits backward, one list per stage to which its backwards append the work for
+            the second half. (Torch splits backward by walking the autograd graph of a stage. That of a parallelised
+            stage is one operation, which torch would run twice, once per half.)
+        gradient_sums: for every stage, the gradients that its last backward reduces once per step; empty with a single
+            microbatch. The reductions are awaited at the end of the step, so that other stages of the rank can compute
+            in the meantime.
 
     Raises:
         PipelineError: ranks of the schedule wait for one another, or its last stage takes microbatches out of order.
@@ -190,7 +191,7 @@ class PipelineRuntime:
         self.gradient_sums = {stage.index: GradientSums(number) for stage, _ in stages} if number > 1 else {}
         _check_microbatch_order(schedule)
 
-    # Each has buffers of its own, so it is made when the first step of its kind runs.
+    # Each has its own buffers, so it is created when the first step of its kind runs.
     @cached_property
     def _training(self) -> ActionsRuntime:
         return self._build_runtime(self._orders)
@@ -201,16 +202,16 @@ class PipelineRuntime:
         return self._build_runtime([[part for part in order if part.kind in _FORWARD] for order in parts])
 
     def train(self, microbatches: Sequence[Inputs]) -> torch.Tensor:
-        """Run forward and backward of all microbatches; gradients of the batch's loss are added to `.grad`.
+        """Run forward and backward of all microbatches, and add the gradients of the batch's loss to `.grad`.
 
         Args:
-            microbatches: inputs of every microbatch.
+            microbatches: the inputs of every microbatch.
 
         Returns:
             The loss of the batch, on every rank of the group.
 
         Raises:
-            PipelineError: the step failed, for example because another rank died; no step can follow.
+            PipelineError: the step failed, for example because another rank died; no step can follow it.
         """
         assert self.loss is not None, "there is no loss to differentiate"
         losses, _ = self._step(self._training, microbatches, backward=True)
@@ -221,11 +222,11 @@ class PipelineRuntime:
         """Run forward of all microbatches.
 
         Args:
-            microbatches: inputs of every microbatch.
+            microbatches: the inputs of every microbatch.
 
         Returns:
-            The loss of the batch, on every rank, or None where the model has no loss; and on the rank of the last stage
-            the outputs for each microbatch.
+            The loss of the batch, on every rank, or None if the model has no loss; and on the rank of the last stage
+            the outputs of each microbatch.
         """
         losses, outputs = self._step(self._evaluating, microbatches, backward=False)
         return (None if self.loss is None else self._sum_from_last_stage(self.loss, losses)), outputs
@@ -234,20 +235,20 @@ class PipelineRuntime:
         self, runtime: ActionsRuntime, microbatches: Sequence[Inputs], backward: bool
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
         """Run one step."""
-        # Ranks that wait for a dead one fail with closed connections, so the error explains that.
+        # Ranks that wait for a dead one fail with closed connections; the error explains that.
         try:
             for sums in self.gradient_sums.values():
                 sums.clear()
-            # The rank of the last stage alone has the loss, and with it all that the weights depend on.
+            # Only the rank of the last stage has the loss, and everything that the weights depend on.
             last = self.schedule.placement[-1] == dist.get_rank(self._group)
             count = self.loss.count if last and self.loss is not None else None
             results = runtime.run(microbatches, loss_shares(count, microbatches), backward)
-            # Reductions that the last backwards began are awaited behind all computations.
+            # Await the last backwards' reductions after all computations.
             for sums in self.gradient_sums.values():
                 sums.run_deferred()
             return results
         except RuntimeError as error:
-            # Torch wraps what a stage raises; the first cause is the one with the user's line.
+            # Torch wraps errors of a stage; the first cause has the user's line.
             cause = _first_cause(error)
             if isinstance(cause, AutoshardError):
                 raise cause from error
@@ -259,7 +260,7 @@ class PipelineRuntime:
             ) from error
 
     def _build_runtime(self, orders: Sequence[Sequence[Action]]) -> ActionsRuntime:
-        """Return torch's runtime of some orders; its stages have buffers of their own for received tensors."""
+        """Return torch's runtime for some orders; its stages have their own receive buffers."""
         stages = [
             MultiPeerStage(
                 call,
@@ -282,8 +283,8 @@ class PipelineRuntime:
         return ActionsRuntime(stages, self.schedule.placement, texts, self.schedule.microbatches, loss)
 
     def _sum_from_last_stage(self, loss: Loss, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return on every rank the sum of the loss shares that the rank of the last stage has."""
-        # Broadcast to all ranks, as a training loop logs the loss on any.
+        """Return, on every rank, the sum of the loss shares on the last stage's rank."""
+        # Broadcast to all ranks, because a training loop may log the loss on any rank.
         total = torch.zeros((), dtype=loss.dtype, device=self._device)
         for share in shares:
             total += share.detach()
@@ -297,13 +298,13 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _pop_second_half(later: list[Callable[[], None]]) -> Callable[[], None]:
-    """Return the second half of the backward that has just run; it does nothing if there is none."""
-    # Torch asks for it after every backward for inputs, but not every backward leaves something.
+    """Return the second half of the last backward, or a no-op if there is none."""
+    # Torch requests it after every backward for inputs, but not every backward has one.
     return later.pop() if later else lambda: None
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
-    """Raise `PipelineError` for an order in which torch would confuse the losses of microbatches."""
+    """Raise `PipelineError` for an order in which torch would confuse the microbatches' losses."""
     last = schedule.stages - 1
     parts = [part for action in schedule.orders[schedule.placement[last]] for part in action.computations]
     turns = [part.microbatch for part in parts if part.stage == last and part.kind == ActionKind.FORWARD]
@@ -316,13 +317,13 @@ def _check_microbatch_order(schedule: Schedule) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A kind of call that can be run.
+    """A kind of call that is ready to run.
 
     Attributes:
-        call_format: of such calls.
-        stages: all stages; once it is in use, those of this rank.
-        runtime: runs the stages of this rank.
-        texts: what all ranks have in common in such a call, as for `CallOrder.begin_known`.
+        call_format: the format of such calls.
+        stages: all stages; in use, only this rank's.
+        runtime: runs this rank's stages.
+        texts: what must be the same on all ranks in such a call, as for `CallOrder.begin_known`.
         entries: the parameters and buffers of these stages in the pipeline module.
     """
 
@@ -337,14 +338,14 @@ class CallCache:
     """Prepares kinds of calls.
 
     Args:
-        model: the model; it may be on the meta device once its first kind of call is prepared.
+        model: the model; it may be on the meta device once the first kind of call is prepared.
         device_mesh: all axes.
         plan: the stages, for all calls.
-        target: for the stages of calls that the plan does not have.
-        batch_dims: as of `BatchCall`.
+        target: the target for stages of calls that the plan does not have.
+        batch_dims: as for `BatchCall`.
 
     Attributes:
-        uninitialized_names: of parameters and buffers that the model had on the meta device from the start.
+        uninitialized_names: names of parameters and buffers that were on the meta device from the start.
     """
 
     def __init__(
@@ -378,15 +379,15 @@ class CallCache:
         check_ranks_agree(self.device_mesh, describe_call(call), ADVICE)
 
     def cut(self, call: BoundCall) -> PreparedCall:
-        """Cut a call with a whole batch into stages; nothing is parallelised yet.
+        """Cut a call with a whole batch into stages, without parallelising them.
 
         Raises:
-            InputError: the batch does not divide, or an input requires a gradient.
-            PipelineError: the call runs operators that the plan has no stage for.
+            InputError: the batch is not divisible, or an input requires a gradient.
+            PipelineError: the call runs operators without a stage in the plan.
         """
         plan, number = self.plan, self.plan.schedule.microbatches
         batch = BatchCall(self.model, call.args, call.kwargs, self._batch_dims)
-        # With gradients, which tell what is the loss; without them, the stages have forward halves alone.
+        # With gradients, which identify the loss; without them, stages have only forward halves.
         step = captured_microbatch(batch, number, self._target, dynamic=plan.in_shares)
         call_format = CallFormat(self.model, step, number, self._batch_dims)
         call_format.check()
@@ -410,15 +411,15 @@ class CallCache:
         return PreparedCall(call_format, stages, runtime, describe_call(call))
 
     def own_stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
-        """Return the stages of this rank."""
+        """Return this rank's stages."""
         return tuple(stage for stage in stages if self.plan.schedule.placement[stage.index] == self.rank)
 
     def parallelize(self, prepared: PreparedCall) -> None:
-        """Shard the stages of this rank as planned; on every rank, or on none if one fails."""
+        """Shard this rank's stages as planned; on every rank, or on none if one fails."""
         self._parallelize(prepared, as_planned=True)
 
     def _parallelize(self, prepared: PreparedCall, *, as_planned: bool) -> None:
-        """Parallelize the stages of this rank: by their plans, or by new ones for the present placements."""
+        """Parallelize this rank's stages by their plans, or by new ones for the current placements."""
         keeps_gradients = as_planned or torch.is_grad_enabled()
 
         def parallelize_stages() -> None:
@@ -462,7 +463,7 @@ class CallCache:
         )
 
     def prepare(self, whole: nn.Module, call: BoundCall) -> PreparedCall:
-        """Prepare another kind of call, on the parameters of `whole` with their present placements.
+        """Prepare another kind of call on the parameters of `whole` with their current placements.
 
         Raises:
             PipelineError: as for `cut`, or a stage reads a parameter that its rank does not hold.
@@ -474,7 +475,7 @@ class CallCache:
         return replace(prepared, stages=self.own_stages(prepared.stages), entries=entries)
 
     def state_entries(self, prepared: PreparedCall, whole: nn.Module) -> tuple[StateEntry, ...]:
-        """Return the entries in `whole` of the parameters and buffers of this rank's stages."""
+        """Return the entries in `whole` for the parameters and buffers of this rank's stages."""
         return tuple(
             entry for stage in self.own_stages(prepared.stages) for entry in state_entries(stage.module, whole)
         )

@@ -1,4 +1,4 @@
-"""The parameters and buffers of several stages as those of one module, and tied parameters, which several hold."""
+"""Parameters and buffers of several stages as those of one module, and tied parameters, which several stages share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StateEntry(NamedTuple):
     """A parameter or buffer of a stage.
 
     Attributes:
-        stage, whole: the `_parameters` or `_buffers` of a module of the stage and of the whole.
-        key: of the tensor in both.
-        name: of the tensor in the model.
-        dtype: of the tensor.
-        text: what an error says of it.
+        stage, whole: the `_parameters` or `_buffers` of a module in the stage and in the whole.
+        key: the tensor's key in both.
+        name: the tensor's name in the model.
+        dtype: the tensor's dtype.
+        text: the description of the tensor in errors.
     """
 
     stage: dict[str, Any]
@@ -43,8 +43,8 @@ def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], order: S
     Args:
         whole: a module without any of them.
         stages: modules whose parameters and buffers have the names of the model.
-        order: names of parameters as the model lists them. The first name of a tied parameter is then the model's first
-            on all ranks, by which checkpoints of optimizers know it.
+        order: names of parameters in the model's order. The first name of a tied parameter is then, on all ranks, the
+            model's first, by which optimizer checkpoints identify it.
 
     Raises:
         PipelineError: a submodule, parameter or buffer of the model has the name of an attribute of `whole`.
@@ -61,7 +61,7 @@ def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], order: S
 
 
 def state_entries(stage: nn.Module, whole: nn.Module) -> list[StateEntry]:
-    """Return the entries of the parameters and buffers of a stage in the whole.
+    """Return the entries for the parameters and buffers of a stage in the whole.
 
     Raises:
         PipelineError: the whole lacks one of them.
@@ -71,7 +71,7 @@ def state_entries(stage: nn.Module, whole: nn.Module) -> list[StateEntry]:
     names += [("_buffers", name) for name, _ in stage.named_buffers(remove_duplicate=False)]
     for kind, name in names:
         key = name.rpartition(".")[2]
-        # The whole may lack the submodule, or have it without this tensor.
+        # The whole may lack the submodule, or this tensor in it.
         try:
             table = getattr(_holder(whole, name), kind)
         except AttributeError:
@@ -89,10 +89,10 @@ def state_entries(stage: nn.Module, whole: nn.Module) -> list[StateEntry]:
 
 
 def relink_entries(entries: Sequence[StateEntry]) -> None:
-    """Put the objects of the whole into the stages: loading and materializing may have replaced them.
+    """Put the tensors of the whole into the stages: loading and materializing may have replaced them.
 
     Raises:
-        PipelineError: a tensor was deleted, or replaced by one that no stage can take; nothing was changed.
+        PipelineError: a tensor was deleted, or replaced by one that a stage cannot use; nothing was changed.
     """
     new = []
     for entry in entries:
@@ -122,11 +122,11 @@ def _text_of(tensor: torch.Tensor) -> str:
 
 
 class Holders:
-    """The modules that hold the parameters and buffers of a rank's stages, which nobody calls.
+    """The modules that hold the parameters and buffers of a rank's stages, but are never called.
 
     Args:
-        model: the model that the stages are of, which nobody calls either.
-        whole: of all of them.
+        model: the model of the stages, which is not called either.
+        whole: the module with the tensors of all of them.
     """
 
     def __init__(self, model: nn.Module, whole: nn.Module) -> None:
@@ -170,7 +170,7 @@ def _holder(module: nn.Module, name: str) -> nn.Module:
 
 
 def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule of the whole for a name, creating it if necessary, and the key in it."""
+    """Return the submodule of the whole for a name, created if necessary, and the key in it."""
     first = name.partition(".")[0]
     if hasattr(whole, first) and first not in (*whole._modules, *whole._parameters, *whole._buffers):
         raise PipelineError(
@@ -181,7 +181,7 @@ def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_same_placements(stages: Sequence[StageModule], plans: Sequence[ShardingPlan]) -> None:
-    """Raise `PlanError` unless the plans of all stages that hold a parameter place it in the same way."""
+    """Raise `PlanError` unless all stages that hold a parameter have equal placements of it in their plans."""
     for stage in stages:
         for name, holders in stage.shared.items():
             first, here = (plans[index].placements.get(name) for index in (holders[0], stage.index))
@@ -194,12 +194,12 @@ def check_same_placements(stages: Sequence[StageModule], plans: Sequence[Shardin
 
 
 def tie(stages: Sequence[StageModule]) -> None:
-    """Make the stages of one rank that hold the same parameter hold one object, that of the first of them."""
+    """Make stages of one rank with the same parameter share one object, that of the first of them."""
     objects: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name in stage.shared:
             current = stage.module.get_parameter(name)
-            # The first stage's, under all names that the parameter has in this one.
+            # That of the first stage, under all names of the parameter in this stage.
             kept = objects.setdefault(name, current)
             for alias, parameter in list(stage.module.named_parameters(remove_duplicate=False)):
                 if parameter is current and current is not kept:
@@ -208,7 +208,7 @@ def tie(stages: Sequence[StageModule]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TiedParameter:
-    """A parameter that ranks share: its name, the group of these ranks, and the group rank with the first stage."""
+    """A parameter shared by ranks: its name, the group of these ranks, and the group rank with the first stage."""
 
     name: str
     group: dist.ProcessGroup
@@ -216,14 +216,14 @@ class _TiedParameter:
 
 
 class TiedParameters:
-    """The parameters that a rank holds in common with others along the pipeline axis.
+    """The parameters that a rank shares with others along the pipeline axis.
 
     Args:
-        whole: the module with the parameters of this rank, by their names.
+        whole: the module with this rank's parameters, by name.
         stages: all stages of the model.
         placement: the rank of every stage.
-        group: the process group along the pipeline axis; groups of some of its ranks are made here, once, in one order
-            on all ranks (Rhino 6.3).
+        group: the process group along the pipeline axis; groups of some of its ranks are created here, once, in the
+            same order on all ranks (Rhino 6.3).
     """
 
     def __init__(
@@ -235,14 +235,14 @@ class TiedParameters:
         holders = {name: held for stage in stages for name, held in stage.shared.items()}
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size(group))): group}
         this_rank = dist.get_rank(group)
-        # Sorted, since groups have to be made in one order on all ranks.
+        # Sorted, because groups must be created in the same order on all ranks.
         for name in sorted(holders):
             ranks = tuple(sorted({placement[stage] for stage in holders[name]}))
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
-                # Torch names a group after its ranks and the number of groups that the process has. All processes need
-                # equally many groups, so a process that is not in this one makes one with itself alone.
+                # Torch names a group after its ranks and the number of groups in the process. All processes need equal
+                # numbers of groups, so a process outside this one creates one with itself alone.
                 members = ranks if this_rank in ranks else (this_rank,)
                 global_ranks = [dist.get_global_rank(group, rank) for rank in members]
                 groups[ranks] = dist.new_group(global_ranks, use_local_synchronization=True)
@@ -251,19 +251,19 @@ class TiedParameters:
 
     @property
     def names_of_earlier_stages(self) -> frozenset[str]:
-        """Names of the tied parameters whose first stage lies on another rank."""
+        """Names of the tied parameters whose first stage is on another rank."""
         return frozenset(tied.name for tied in self._parameters if dist.get_rank(tied.group) != tied.first)
 
     @torch.no_grad()
     def broadcast_values(self) -> None:
-        """Broadcast the values of the first stage in place, except for parameters on the meta device."""
+        """Broadcast the first stage's values in place, except for parameters on the meta device."""
         for tied in self._parameters:
             local = _local(self._whole.get_parameter(tied.name))
             if not local.is_meta:
                 dist.broadcast(local, group=tied.group, group_src=tied.first)
 
     def stash_gradients(self) -> None:
-        """Put the gradients of earlier steps aside before a step, so that only new ones are summed."""
+        """Set the gradients of earlier steps aside before a step, so that only new ones are summed."""
         parameters = [self._whole.get_parameter(tied.name) for tied in self._parameters]
         self._stashed_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -271,12 +271,12 @@ class TiedParameters:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum the gradients of all ranks after a step, and add the gradients of earlier steps."""
+        """Sum the gradients over all ranks after a step, and add the gradients of earlier steps."""
         for tied, before in zip(self._parameters, self._stashed_gradients, strict=True):
             parameter = self._whole.get_parameter(tied.name)
             if not parameter.requires_grad:
                 continue
-            # The loss may not depend on it through this rank's stages, but the other ranks wait for the sum.
+            # The loss may not depend on it through this rank's stages, but other ranks wait for the sum.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(_local(parameter.grad), group=tied.group)

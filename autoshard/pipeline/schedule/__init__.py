@@ -1,1 +1,1 @@
-"""Orders of the actions of a step, and their simulation."""
+"""Orders of a step's actions, and their simulation."""

@@ -1,4 +1,4 @@
-"""Actions of ranks in torch's notation, schedules as lists of them, torch's own schedules, and places of messages."""
+"""Actions of ranks in torch's notation, schedules as lists of them, torch's own schedules, and message positions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ActionKind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list, written as `torch.distributed.pipelining` writes it: `2F0`, `1SEND_B3`.
+    """An entry of a rank's list, in the notation of `torch.distributed.pipelining`: `2F0`, `1SEND_B3`.
 
     Attributes:
-        stage: the stage that runs it; -1 for several actions in one.
-        kind: of the action.
-        microbatch: counted from 0; None for an action that is not of one microbatch.
-        parts: the computations of a `TOGETHER`. They start when all have their inputs, run in turn, and send their
-            results after the last.
+        stage: the stage that runs it; -1 for several actions combined.
+        kind: the kind of action.
+        microbatch: counted from 0; None for an action that does not belong to one microbatch.
+        parts: the computations of a `TOGETHER`. They start once all have their inputs, run in turn, and send their
+            results after the last one.
     """
 
     stage: int
@@ -72,22 +72,22 @@ class Action(NamedTuple):
         return self.parts or (self,)
 
 
-# Without `TOGETHER`, whose parts stand in brackets and are parsed by themselves.
+# Without `TOGETHER`, whose parts are in brackets and parsed separately.
 _ACTION = re.compile(rf"(\d+)({'|'.join(kind for kind in ActionKind if kind != ActionKind.TOGETHER)})(\d*)")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The computations of one step, for every rank in its order.
+    """The computations of one step in each rank's order.
 
     Attributes:
         name: one of `SCHEDULES`, or another.
-        microbatches: per batch.
+        microbatches: the number per batch.
         orders: the actions of every rank: forward, backward, or the two halves of backward; no messages.
 
     Raises:
-        PipelineError: a stage is on two ranks, a microbatch does not go through a stage once forward and once backward,
-            or ranks have different numbers of stages.
+        PipelineError: a stage is on two ranks, a microbatch does not pass a stage once forward and once backward, or
+            ranks have different numbers of stages.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Schedule:
                 f"schedule {self.name} gives its ranks {[held[rank] for rank in range(self.ranks)]} stages: torch's "
                 f"runtime needs equally many on each. Share the stages out evenly."
             )
-        # Every microbatch is complete on every stage; what is left over does not belong to the schedule.
+        # Every microbatch is complete on every stage; the schedule has no other actions.
         expected = sum(
             _check_once(self.name, done, stage, microbatch)
             for stage in range(self.stages)
@@ -145,7 +145,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if some backward runs in two halves, the one for inputs first."""
+        """True if some backward is split into two halves, the one for inputs first."""
         return any(action.kind == ActionKind.WEIGHT_BACKWARD for _, action in self._computations())
 
     def _computations(self) -> Iterable[tuple[int, Action]]:
@@ -156,7 +156,7 @@ class Schedule:
 
 
 def _check_once(name: str, done: Counter[tuple[int, ActionKind, int | None]], stage: int, microbatch: int) -> int:
-    """Refuse a microbatch that does not pass a stage once each way; return the number of its actions there."""
+    """Check that a microbatch passes a stage once each way, and return the number of its actions there."""
     forward, whole, for_inputs, for_weights = (
         done[stage, kind, microbatch]
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD)
@@ -172,15 +172,15 @@ def _check_once(name: str, done: Counter[tuple[int, ActionKind, int | None]], st
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
-    """Requirements of one schedule.
+    """The requirements of one schedule.
 
     Attributes:
-        virtual: the least and the most stages per rank; None for no upper limit.
-        turns: True if stages go along the ranks and back (in a V), instead of round and round.
+        virtual: the minimum and the maximum of stages per rank; None for no maximum.
+        turns: True if stages are placed along the ranks and back (in a V) instead of round-robin.
         halves: True if backward may run in halves, the one for inputs first.
-        even_rounds: True if microbatches go in rounds of equal size, each of at least as many as there are ranks.
-        least: the fewest microbatches, for a number of ranks.
-        ours: makes the order of one rank, for schedules whose class in torch has no list of actions; else None.
+        even_rounds: True if microbatches come in rounds of equal size, each of at least as many as there are ranks.
+        least: returns the minimum of microbatches for a number of ranks.
+        ours: makes the order of one rank, for schedules whose class in torch has no list of actions; otherwise None.
     """
 
     virtual: tuple[int, int | None]
@@ -191,14 +191,14 @@ class ScheduleFamily:
     ours: Callable[[int, int, int], Iterable[Action]] | None = None
 
     def refusal(self, ranks: int, virtual: int, microbatches: int) -> str | None:
-        """Return the reason why there is no such schedule, with a remedy; None where there is one."""
+        """Return why there is no such schedule, with a remedy; None if there is one."""
         least, most = self.virtual
         if virtual < least or (most is not None and virtual > most):
             allowed = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} to {most}"
             return f"it needs {allowed} {'stage' if allowed == '1' else 'stages'} per rank, not {virtual}"
         if microbatches < self.least(ranks):
             return f"on {ranks} ranks it needs at least {self.least(ranks)} microbatches, not {microbatches}"
-        # As torch's classes compute their rounds.
+        # The number of rounds in torch's classes.
         rounds = max(1, microbatches // ranks)
         if self.even_rounds and microbatches % rounds:
             near = [microbatches - microbatches % ranks, microbatches + -microbatches % ranks]
@@ -210,7 +210,7 @@ class ScheduleFamily:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterable[Action]:
-    """Yield a forward per rank from here to the last, then a backward and a forward in turn."""
+    """Yield one forward for each rank from this one to the last, then alternate backward and forward."""
     ahead = min(microbatches, ranks - rank)
     yield from (Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):
@@ -220,7 +220,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Itera
 
 
 SCHEDULES: dict[str, ScheduleFamily] = {
-    # All forwards, then all backwards, in the same order of microbatches.
+    # All forwards, then all backwards, with microbatches in the same order.
     "GPipe": ScheduleFamily(
         (1, 1),
         ours=lambda rank, ranks, microbatches: [
@@ -238,20 +238,20 @@ SCHEDULES: dict[str, ScheduleFamily] = {
 }
 """The requirements of every schedule of torch, by the name of its class without "Schedule".
 
-GPipe and 1F1B (Rhino 6.2) have one stage per rank. The interleaved ones and LoopedBFS lay stages round the ranks, ZB-V
-and DualPipeV in a V, so that the first rank holds the first and the last stage. The zero-bubble ones run backward in
+GPipe and 1F1B (Rhino 6.2) have one stage per rank. The interleaved ones and LoopedBFS place stages round-robin, ZB-V
+and DualPipeV in a V, so that the first rank has the first and the last stage. The zero-bubble ones run backward in
 halves; with one stage per rank, the interleaved one is ZB1P."""
 
 
 def placement(ranks: int, virtual: int, turns: bool = False) -> tuple[int, ...]:
-    """Return the rank of every stage: round and round, or in a V, where a turn starts on the rank where the last ended.
+    """Return the rank of every stage: round-robin, or in a V, whose turns start on the rank where the last one ended.
 
     Args:
-        ranks: of the pipeline.
+        ranks: the number of pipeline ranks.
         virtual: stages per rank.
         turns: True for the V.
     """
-    # In a V, stages next to one another at a turn share a rank, and need no message.
+    # In a V, adjacent stages at a turn share a rank and need no message.
     there = tuple(range(ranks))
     back = there[::-1] if turns else there
     return tuple(rank for turn in range(virtual) for rank in (back if turn % 2 else there))
@@ -262,15 +262,15 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
 
     Args:
         name: one of `SCHEDULES`, in any case.
-        ranks: of the pipeline.
-        microbatches: of one step.
+        ranks: the number of pipeline ranks.
+        microbatches: the number per step.
         virtual: stages per rank.
 
     Returns:
         The schedule, with the orders that torch's class of that name runs.
 
     Raises:
-        PipelineError: there is no such schedule, or it is not made for so many ranks, stages and microbatches.
+        PipelineError: there is no such schedule, or none for these ranks, stages and microbatches.
     """
     full = {known.lower(): known for known in SCHEDULES}.get(name.lower())
     if full is None:
@@ -287,7 +287,7 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
             f"schedule {full} can't be had on {ranks} ranks with {virtual} stages each and {microbatches} "
             f"microbatches: {refusal}."
         )
-    # Torch's classes for one stage per rank run loops, and have no list of actions.
+    # Torch's classes for one stage per rank run loops, without a list of actions.
     if family.ours is not None:
         orders = tuple(tuple(family.ours(rank, ranks, microbatches)) for rank in range(ranks))
     else:
@@ -296,12 +296,13 @@ def schedule(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
     return Schedule(full, microbatches, orders)
 
 
-# The kinds that make gradients of a stage's inputs.
+# The kinds that compute gradients of a stage's inputs.
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
 
 Product = tuple[int, ActionKind, int | None]
-"""Key of the result of a computation: stage, kind and microbatch. The half of backward for inputs makes the same
-gradients as a whole backward, and has its kind here."""
+"""Key of the result of a computation: stage, kind and microbatch.
+
+The backward half for inputs computes the same gradients as a whole backward, and has its kind here."""
 
 
 class Issued(NamedTuple):
@@ -312,10 +313,10 @@ class Issued(NamedTuple):
 
 
 def issue(schedule: Schedule) -> list[Issued]:
-    """Return all actions of a step, messages and reductions of gradients included, in one order for all ranks.
+    """Return all actions of a step, messages and gradient reductions included, in one order for all ranks.
 
-    This is the order of torch's own pass over such lists. It is repeated here because torch, given computations alone,
-    counts the gathers of FSDP as places too, and may put a receive later.
+    The order is that of torch's own pass over such lists. It is reimplemented because torch, given only computations,
+    counts the gathers of FSDP as positions, too, and may place a receive later.
 
     Args:
         schedule: the computations.
@@ -328,12 +329,12 @@ def issue(schedule: Schedule) -> list[Issued]:
     """
     issued: list[Issued] = []
     stages = schedule.stages
-    # Results that are computed, and sent where another rank needs them: a send follows its computation at once.
+    # Results that are computed, and sent if another rank needs them: a send follows its computation at once.
     available: set[Product] = set()
     left = [iter(_with_reductions(schedule, rank)) for rank in range(schedule.ranks)]
     following: list[Action | None] = [next(actions, None) for actions in left]
     # The ranks take turns, each with its next action if its inputs are available. A send follows its computation, and
-    # its receive comes behind everything that the receiver has issued so far: any two ranks have their messages in the
+    # its receive comes after everything that the receiver has issued so far: any two ranks have their messages in the
     # same order, and no message waits for a later one.
     while any(action is not None for action in following):
         progress = False
@@ -352,7 +353,7 @@ def issue(schedule: Schedule) -> list[Issued]:
 
 
 def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of every rank for torch's runtime, in its format "compute_comms"; raises as `issue` does."""
+    """Return every rank's actions for torch's runtime, in its format "compute_comms"; raises the errors of `issue`."""
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for rank, action in issue(schedule):
         orders[rank].append(action)
@@ -360,7 +361,7 @@ def runtime_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def _with_reductions(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yield a rank's actions, with a reduction of the gradients of a stage behind its last backward."""
+    """Yield a rank's actions, with a reduction of a stage's gradients after its last backward."""
     through: Counter[int] = Counter()
     for action in schedule.orders[rank]:
         yield action
@@ -387,7 +388,7 @@ def _messages(done: Action, schedule: Schedule) -> Iterator[Issued]:
 
 def product(action: Action) -> Product:
     """Return the key of the result of a computation."""
-    # Both make the gradients of the stage's inputs, for which the stage before waits.
+    # Both compute the gradients of the stage's inputs, for which the previous stage waits.
     kind = ActionKind.BACKWARD if action.kind == ActionKind.INPUT_BACKWARD else action.kind
     return action.stage, kind, action.microbatch
 
@@ -397,7 +398,7 @@ def required_products(action: Action, stages: int) -> tuple[Product, ...]:
 
     Args:
         action: a computation, or a reduction, which needs only results of its own rank.
-        stages: number of stages over all ranks.
+        stages: the number of stages over all ranks.
     """
     stage, kind, microbatch, _ = action
     if kind == ActionKind.FORWARD:
@@ -411,14 +412,14 @@ def required_products(action: Action, stages: int) -> tuple[Product, ...]:
 
 
 def _missing_product(action: Action, stages: int, available: set[Product]) -> Product | None:
-    """Return a result that an action needs and that is not available yet."""
+    """Return a result that an action needs but that is not available yet."""
     needs = (need for part in action.computations for need in required_products(part, stages))
     return next((need for need in needs if need not in available), None)
 
 
 def _deadlock_text(schedule: Schedule, following: list[Action | None], available: set[Product]) -> str:
-    """Return the chain of ranks that wait for one another, up to the first repeated one, as a text."""
-    # Follow from any waiting rank to the rank that it waits for, until one is met again.
+    """Return, as text, the chain of ranks that wait for one another, up to the first repeated one."""
+    # From any waiting rank, follow the rank that it waits for, until one is repeated.
     links: list[str] = []
     placement = schedule.placement
     rank = next(rank for rank, action in enumerate(following) if action is not None)

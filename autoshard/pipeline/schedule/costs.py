@@ -1,6 +1,6 @@
-"""Costs of the stages of a pipeline, and of a step of them: lower bounds, and a simulation (Rhino 6.1).
+"""Costs of pipeline stages and of their steps: lower bounds, and a simulation (Rhino 6.1).
 
-Bounds and simulation are independent of the model: they know it by the seconds and bytes of its stages alone.
+Bounds and simulation are independent of the model: they only use the seconds and bytes of its stages.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from autoshard.simulate.events import COMPUTE, Task, replay_tasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Costs of one stage on its devices; times are of one microbatch, bytes those of one device.
+    """Costs of one stage on its devices; times are per microbatch, bytes per device.
 
     Attributes:
-        forward_seconds: of the forward pass.
-        input_backward_seconds: of the half of backward that makes gradients of the stage's inputs.
-        weight_backward_seconds: of the half that makes gradients of its parameters and adds them to those of the
+        forward_seconds: seconds of the forward pass.
+        input_backward_seconds: seconds of the backward half that computes gradients of the stage's inputs.
+        weight_backward_seconds: seconds of the half that computes gradients of its parameters and adds them to those of
             earlier microbatches. A whole backward takes both.
-        forward_bytes, forward_send_seconds: of the message to the next stage.
-        backward_bytes, backward_send_seconds: of the gradients that are sent to the stage before.
-        rest_bytes: held during the whole step: parameters, gradients and optimizer state.
-        saved_bytes: kept of one microbatch from its forward to its backward, without the received tensors.
-        weight_saved_bytes: bytes that the half of backward for weights needs, including those that the half for inputs
-            adds. They are kept until the half for weights has run.
+        forward_bytes, forward_send_seconds: the message to the next stage.
+        backward_bytes, backward_send_seconds: the gradients sent to the previous stage.
+        rest_bytes: held throughout the step: parameters, gradients and optimizer state.
+        saved_bytes: kept per microbatch from its forward to its backward, without the received tensors.
+        weight_saved_bytes: bytes that the backward half for weights needs, including those added by the half for
+            inputs. They are kept until the half for weights has run.
         working_bytes: held in addition while a computation runs.
-        reduction_seconds: of reducing the stage's gradients over data-parallel ranks, once per step, without the part
-            that its last backward hides.
-        tied_bytes, tied_seconds: of gradients of tied parameters, which are summed over the stages that hold them once
-            per step; their seconds are among those of the reduction.
-        application_seconds: of the optimizer's update, once per step.
+        reduction_seconds: seconds to reduce the stage's gradients over data-parallel ranks, once per step, without the
+            part hidden by its last backward.
+        tied_bytes, tied_seconds: gradients of tied parameters, which are summed over the stages that hold them once per
+            step; their seconds are included in those of the reduction.
+        application_seconds: seconds of the optimizer's update, once per step.
         application_bytes: held in addition to `rest_bytes` during that update.
     """
 
@@ -76,7 +76,7 @@ class StageCosts:
         return self.weight_backward_seconds if kind == ActionKind.WEIGHT_BACKWARD else self.backward_seconds
 
     def memory_change(self, kind: ActionKind) -> int:
-        """Return the bytes that a computation of this kind adds to (or, negative, takes from) the kept memory."""
+        """Return the bytes that a computation of this kind adds to the kept memory; negative if it frees memory."""
         if kind == ActionKind.FORWARD:
             return self.saved_bytes
         if kind == ActionKind.INPUT_BACKWARD:
@@ -85,17 +85,17 @@ class StageCosts:
 
 
 def rest_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """Return the bytes that every rank holds during the whole step: those of its stages and its receive buffers.
+    """Return the bytes that every rank holds throughout the step: those of its stages and its receive buffers.
 
     Args:
         costs: one per stage.
         placement: the rank of every stage.
-        microbatches: of one step.
+        microbatches: the number per step.
     """
     rest = [0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
-        # Torch allocates buffers before the first step: one per microbatch for what a stage receives forward, and one
-        # for the gradients that it receives.
+        # Torch allocates buffers before the first step: one per microbatch for forward inputs, and one for received
+        # gradients.
         received = costs[stage - 1].forward_bytes if stage > 0 else 0
         received += costs[stage + 1].backward_bytes if stage < len(placement) - 1 else 0
         rest[rank] += costs[stage].rest_bytes + microbatches * received
@@ -111,7 +111,7 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
     """
     sends = [0.0 if here == there else 1.0 for here, there in pairwise(placement)]
     backward = [cost.input_backward_seconds if halves else cost.backward_seconds for cost in costs]
-    # Seconds until a microbatch arrives at a stage, and from a stage until its gradients arrive at the first one.
+    # Seconds until a microbatch reaches a stage, and from a stage until its gradients reach the first one.
     head, tail = [0.0], [0.0]
     for stage, send in enumerate(sends):
         head.append(head[-1] + costs[stage].forward_seconds + send * costs[stage].forward_send_seconds)
@@ -122,40 +122,40 @@ def least_seconds(costs: Sequence[StageCosts], placement: Sequence[int], microba
         applied[rank] += cost.application_seconds
     busiest = 0.0
     for rank, seconds in enumerate(work):
-        # A rank idles until the first microbatch arrives at its first stage. Where backward is never halved, its last
-        # computation is a backward of that stage, whose gradients still go all the way back and are reduced.
+        # A rank idles until the first microbatch reaches its first stage. If backward is never halved, its last
+        # computation is a backward of that stage, whose gradients then travel to the first stage and are reduced.
         first = placement.index(rank)
         reduced = 0.0 if halves else costs[first].reduction_seconds
         left = max(reduced + applied[rank], 0.0 if halves else tail[first])
         busiest = max(busiest, head[first] + seconds + left)
-    # A step is no shorter than the way of one microbatch to the last stage and back.
+    # A step is at least as long as the path of one microbatch to the last stage and back.
     way = head[-1] + costs[-1].forward_seconds + backward[-1] + tail[-1]
     way += costs[0].weight_backward_seconds if halves else 0.0
     return max(busiest, way + costs[0].reduction_seconds + applied[placement[0]])
 
 
 def least_bytes(costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """Return a lower bound of the bytes of every rank; arguments are as for `rest_bytes`."""
+    """Return a lower bound of the bytes of every rank; arguments as for `rest_bytes`."""
     rest = rest_bytes(costs, placement, microbatches)
     least = list(rest)
-    # A microbatch passes all stages of a rank forward before it comes back: the rank's last stage computes while all of
-    # them hold their saved tensors.
+    # A microbatch passes all stages of a rank forward before it returns: when the rank's last stage computes, all of
+    # them hold saved tensors.
     last = {rank: stage for stage, rank in enumerate(placement)}
     for stage, rank in enumerate(placement):
         least[rank] += costs[stage].saved_bytes + (costs[stage].working_bytes if last[rank] == stage else 0)
-    # The optimizer's update comes when no microbatch is under way.
+    # No microbatch is in flight during the optimizer's update.
     for stage, rank in enumerate(placement):
         least[rank] = max(least[rank], rest[rank] + costs[stage].application_bytes)
     return tuple(least)
 
 
-# Streams beside `COMPUTE`: of the messages between two ranks, and of a rank's reductions of gradients.
+# Streams besides `COMPUTE`: of the messages between two ranks, and of a rank's gradient reductions.
 LINK = "link"
 REDUCTION = "reduction"
 
 
 def step_tasks(schedule: Schedule, costs: Sequence[StageCosts]) -> tuple[Task, ...]:
-    """Return the tasks of a step: computations, messages, reductions of gradients, applications.
+    """Return the tasks of a step: computations, messages, gradient reductions, optimizer updates.
 
     Args:
         schedule: the order on every rank.
@@ -165,7 +165,7 @@ def step_tasks(schedule: Schedule, costs: Sequence[StageCosts]) -> tuple[Task, .
         The tasks; each needs only earlier ones.
 
     Raises:
-        PipelineError: the number of costs is not the number of stages, or the schedule can't be run.
+        PipelineError: the number of costs is not the number of stages, or the schedule cannot be run.
 
     Source: Rhino 6.1.
     """
@@ -182,13 +182,13 @@ def step_tasks(schedule: Schedule, costs: Sequence[StageCosts]) -> tuple[Task, .
 
 
 class _TaskBuilder:
-    """One pass over the actions of a step, as they are issued."""
+    """One pass over the actions of a step, in the order of issue."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
         self.schedule = schedule
         self.costs = costs
         self.tasks: list[Task] = []
-        # By rank, product or stage, the position of the last computation, the computation or message, the reduction.
+        # By rank, product or stage: the index of the last computation, the computation or message, the reduction.
         self.last_compute: list[int | None] = [None] * schedule.ranks
         self.compute_tasks: dict[Product, int] = {}
         self.message_tasks: dict[Product, int] = {}
@@ -206,7 +206,7 @@ class _TaskBuilder:
         elif action.kind not in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD):
             products = [need for part in action.computations for need in required_products(part, len(self.costs))]
             placement = self.schedule.placement
-            # A result is there after its computation, or after the message from another rank.
+            # A result is available after its computation, or after the message from another rank.
             needs = _indices(
                 (self.compute_tasks if placement[need[0]] == rank else self.message_tasks)[need] for need in products
             )
@@ -214,7 +214,7 @@ class _TaskBuilder:
                 self._compute(rank, part, needs)
 
     def apply(self) -> None:
-        # A stage's gradients are applied when its rank has computed everything and they are reduced.
+        # A stage's gradients are applied once its rank has computed everything and they are reduced.
         for stage, rank in enumerate(self.schedule.placement):
             seconds, held = self.costs[stage].application_seconds, self.costs[stage].application_bytes
             needs = _indices([self.last_compute[rank], self.reduction_tasks[stage]])
@@ -242,7 +242,7 @@ class _TaskBuilder:
         carried = action.stage, ActionKind.FORWARD if forward else ActionKind.BACKWARD, action.microbatch
         to = self.schedule.placement[action.stage + 1 if forward else action.stage - 1]
         seconds = cost.forward_send_seconds if forward else cost.backward_send_seconds
-        # The receiver posts its receive in its own order: the message waits for what the receiver issued before.
+        # The receiver posts receives in its own order, so the message waits for what the receiver issued before.
         needs = _indices([self.last_compute[rank], self.last_compute[to]])
         task = Task(str(action), _kind_name(action), LINK, (rank, to), seconds, needs)
         self.message_tasks[carried] = self._append(task)
@@ -253,12 +253,12 @@ class _TaskBuilder:
 
 
 def _kind_name(action: Action) -> str:
-    """Return the kind of an action in words, such as `"input backward"`."""
+    """Return the kind of an action as text, such as `"input backward"`."""
     return action.kind.name.lower().replace("_", " ")
 
 
 def _indices(needs: Iterable[int | None]) -> tuple[int, ...]:
-    """Return the tasks that are needed, each once, in order."""
+    """Return the indices of the required tasks, each once, in order."""
     return tuple(sorted({need for need in needs if need is not None}))
 
 
@@ -268,11 +268,11 @@ class Simulation:
 
     Attributes:
         schedule: the order of the computations.
-        tasks: of the step.
+        tasks: the tasks of the step.
         starts, ends: seconds from the beginning, one per task.
-        seconds: of the step.
-        idle: for every rank the share of the step in which it does not compute.
-        memory: for every rank pairs of a moment, in seconds, and the bytes that it holds from then on, in order.
+        seconds: the length of the step.
+        idle: for every rank, the fraction of the step in which it does not compute.
+        memory: for every rank, pairs of a time in seconds and the bytes that it holds from then on, in order.
     """
 
     schedule: Schedule
@@ -285,7 +285,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they do not compute."""
+        """The fraction of all ranks' time in which they do not compute."""
         return sum(self.idle) / len(self.idle)
 
     @property
@@ -300,7 +300,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], contention: float 
     Args:
         schedule: the order on every rank.
         costs: one per stage.
-        contention: seconds that a second of communication costs the computation beside it: `Cluster.contention`.
+        contention: seconds by which one second of communication slows down concurrent compute: `Cluster.contention`.
 
     Raises:
         PipelineError: as for `step_tasks`.
@@ -308,8 +308,8 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], contention: float 
     tasks = step_tasks(schedule, costs)
     times = replay_tasks(tasks, contention)
     computed = [0.0] * schedule.ranks
-    # The moments at which the memory of every rank changes, with the bytes that it holds from then on. The computations
-    # of a rank run one after another, in the order of their indices, so that its moments come in order.
+    # The times at which every rank's memory changes, with the bytes from then on. The computations of a rank run one
+    # after another, in index order, so its times are sorted.
     rest = rest_bytes(costs, schedule.placement, schedule.microbatches)
     memory = [[(0.0, held)] for held in rest]
     for task, start, end in zip(tasks, times.starts, times.ends, strict=True):

@@ -1,6 +1,6 @@
 """The search for the fastest schedule that fits, by simulation, with a verdict on every candidate.
 
-Beside the schedules of torch it tries custom ones, which list scheduling builds from the costs of stages.
+Besides torch's schedules it tries custom ones, which list scheduling builds from the stages' costs.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from autoshard.units import format_bytes, format_seconds
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
 
-# Rules for the choice among ready actions: kinds in order of preference, each with 1 to try the rank's first stage
-# first, and -1 for its last.
+# Rules for choosing among ready actions: kinds in order of preference, each with 1 to prefer the rank's first stage,
+# and -1 for its last.
 _PRIORITIES = (
     ((_I, -1), (_F, -1), (_W, 1)),  # a backward, which frees memory, then the forward of the latest stage
     ((_I, -1), (_F, 1), (_W, 1)),  # a backward, which frees memory, then the forward that most ranks wait for
-    ((_F, 1), (_I, 1), (_W, 1)),  # the action that is furthest from the end of the step
+    ((_F, 1), (_I, 1), (_W, 1)),  # the action furthest from the end of the step
 )
 
 
 def list_schedules(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[float]
 ) -> Iterator[Schedule]:
-    """Build schedules in which every free rank runs the most important of its ready actions.
+    """Build schedules in which every free rank runs its ready action of the highest priority.
 
-    Backward runs in halves: the half for weights waits for a rank with nothing else to do. Several priorities are
-    combined with several limits on the microbatches that a rank may have in flight. The schedules come in the order of
-    their estimated seconds; the estimate ignores queues at links.
+    Backward runs in halves: the half for weights runs when a rank has nothing else to do. Several priorities are
+    combined with several limits on a rank's microbatches in flight. The schedules are sorted by estimated seconds; the
+    estimate ignores queues at links.
 
     Args:
         costs: one per stage.
         placement: the rank of every stage.
-        microbatches: of one step.
+        microbatches: the number per step.
         memory: bytes of every rank.
 
     Yields:
-        Schedules that stay within the memory; none where not even a single microbatch fits.
+        Schedules that stay within the memory; none if not even a single microbatch fits.
     """
     ranks = max(placement) + 1
     most = _max_in_flight(costs, placement, microbatches, memory)
@@ -73,7 +73,7 @@ def list_schedules(
         for limit in (
             # As 1F1B.
             lambda rank: ranks - rank,
-            # Covers the way of a microbatch to the last stage and back.
+            # Enough for a microbatch to reach the last stage and return.
             lambda rank: 2 * (ranks - rank) - 1,
             # No limit.
             lambda rank: microbatches,
@@ -93,7 +93,7 @@ def list_schedules(
 def bytes_for_one_microbatch(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[int, ...]:
-    """Return the bytes of every rank that suffice for a schedule with one microbatch in flight."""
+    """Return, for every rank, bytes that suffice for a schedule with one microbatch in flight."""
     rest, each = _memory_needs(costs, placement, microbatches)
     # The optimizer's update may need more than a microbatch does.
     least = least_bytes(costs, placement, microbatches)
@@ -103,7 +103,7 @@ def bytes_for_one_microbatch(
 def _memory_needs(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of every rank without microbatches in flight, and the bytes per microbatch in flight."""
+    """Return, for every rank, the bytes without microbatches in flight, and the bytes per microbatch in flight."""
     rest = list(rest_bytes(costs, placement, microbatches))
     each, working = [0] * len(rest), [0] * len(rest)
     for stage, rank in enumerate(placement):
@@ -115,7 +115,7 @@ def _memory_needs(
 def _max_in_flight(
     costs: Sequence[StageCosts], placement: Sequence[int], microbatches: int, memory: Sequence[float]
 ) -> list[int]:
-    """Return the most microbatches in flight of every rank, from their first forward to their last backward."""
+    """Return every rank's maximum of microbatches in flight, from their first forward to their last backward."""
     rest, each = _memory_needs(costs, placement, microbatches)
     most = []
     for limit, held, saved in zip(memory, rest, each, strict=True):
@@ -125,9 +125,9 @@ def _max_in_flight(
 
 
 class _StageProgress:
-    """Progress of one stage: the next microbatch of each kind, and the moments from which microbatches can run.
+    """Progress of one stage: the next microbatch of each kind, and the times from which microbatches can run.
 
-    Microbatches come in their order, so a list of moments is enough.
+    Microbatches run in order, so a list of times is enough.
     """
 
     __slots__ = ("arrived", "next")
@@ -143,7 +143,7 @@ class _StageProgress:
 
 
 class _ListScheduler:
-    """One run over events: moments at which a rank may have something to run.
+    """A simulation over events: times at which a rank may have something to run.
 
     A microbatch is in flight on a rank from its first forward there to its last backward.
     """
@@ -179,15 +179,15 @@ class _ListScheduler:
                     if self.stages[stage].ready(kind, now) and (kind != _F or self._has_room(rank, stage)):
                         self._run_action(now, rank, stage, kind)
                         break
-        # Microbatches start in their order. The oldest is in flight on every rank that it has reached, so memory limits
-        # never stop it, and no rank waits for ever.
+        # Microbatches start in order. The oldest one is in flight on every rank that it has reached, so memory limits
+        # never stop it, and no rank waits forever.
         assert sum(map(len, self.orders)) == 3 * len(self.stages) * self.microbatches, "ranks wait for one another"
         return max(self.free), tuple(map(tuple, self.orders))
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Return True if a rank may run the next forward of a stage without exceeding its limit."""
+        """Return True if a rank may run a stage's next forward without exceeding its limit."""
         stages = self.stages_of[rank]
-        # On a later stage of its rank the microbatch is in flight there already.
+        # On a later stage of the rank, the microbatch is already in flight there.
         if stage != stages[0]:
             return True
         ended = min(self.stages[index].next[_W] for index in stages)
@@ -216,40 +216,40 @@ class _ListScheduler:
 
 
 CostsOf = Callable[[int, int], Sequence[StageCosts] | None]
-"""Costs of all stages for a number of microbatches and of stages per rank; None where the model has no such stages."""
+"""Costs of all stages, by numbers of microbatches and of stages per rank; None if the model has no such stages."""
 
-# Stages per rank that are tried.
+# Candidates for the number of stages per rank.
 _VIRTUAL = (1, 2, 3, 4)
-# The most microbatches per rank that are tried: 1F1B is then idle for less than 1/16 of the time it computes.
+# The maximum of microbatches per rank: 1F1B is then idle for less than 1/16 of its compute time.
 _MICROBATCHES_PER_RANK = 16
 
-# Name of the schedules of `list_schedules`.
+# The name of schedules by `list_schedules`.
 CUSTOM = "custom"
-# A custom schedule is taken where it is faster than torch's by more than this share.
+# A custom schedule is used if it is faster than torch's by more than this fraction.
 _MIN_GAIN = 0.01
-# Number of sizes, those with the least bounds, for which custom schedules are made.
+# The number of sizes, those with the smallest bounds, for which custom schedules are made.
 _CUSTOM_SIZES = 4
-# Number of custom schedules per size that are simulated.
+# The number of custom schedules per size that are simulated.
 _CUSTOM_ORDERS = 3
 
 _REFUSED = "refused"
 
 
 ESTIMATED = "estimated, not planned"
-"""Part of the verdict on a schedule whose seconds and peak are estimates, since its stages were not planned."""
+"""Part of the verdict on a schedule whose seconds and peak are estimates, because its stages were not planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
-    """One line of the table: a schedule of one size, and its verdict.
+    """A row of the table: a schedule of one size, and its verdict.
 
     Attributes:
-        schedule: its name.
-        microbatches: of one step.
+        schedule: the name of the schedule.
+        microbatches: the number per step.
         virtual: stages per rank.
-        seconds: of the step; None where it was not simulated.
-        bubble: share of all ranks' time in which they do not compute; None likewise.
-        peak: bytes of the rank that is nearest to its memory, or furthest above it; None likewise.
+        seconds: the length of the step; None if it was not simulated.
+        bubble: the fraction of all ranks' time in which they do not compute; None if not simulated.
+        peak: bytes of the rank nearest to its memory limit, or furthest above it; None if not simulated.
         verdict: "chosen", or the reason why not.
     """
 
@@ -267,13 +267,13 @@ class ScheduleOption(Candidate):
     """A schedule of one size that may be simulated.
 
     Attributes:
-        name: of the schedule.
-        microbatches: of one step.
+        name: the name of the schedule.
+        microbatches: the number per step.
         virtual: stages per rank.
         placement: the rank of every stage.
-        costs: of every stage.
-        least_bytes: lower bound of the bytes of every rank.
-        simulation: of the step; None before it is simulated.
+        costs: the costs of every stage.
+        least_bytes: a lower bound of every rank's bytes.
+        simulation: the simulated step; None before.
     """
 
     name: str
@@ -286,28 +286,28 @@ class ScheduleOption(Candidate):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Microbatches of one step, and stages per rank."""
+        """Microbatches per step, and stages per rank."""
         return self.microbatches, self.virtual
 
     @property
     def gain(self) -> float:
-        """The share by which it has to be faster than the best."""
+        """The fraction by which it must be faster than the best."""
         return _MIN_GAIN if self.name == CUSTOM else 0.0
 
 
 class ScheduleSearch(CandidateSearch[ScheduleOption]):
-    """Bounded best-first search: candidates whose lower bound exceeds the best step are not simulated.
+    """Best-first search with bounds: candidates whose lower bound exceeds the best step are not simulated.
 
     Args:
-        costs_of: costs of the stages.
-        ranks: of the pipeline.
+        costs_of: returns the costs of the stages.
+        ranks: the number of pipeline ranks.
         memory_limits: bytes of memory of every rank.
-        contention: seconds that a second of communication costs the computation beside it.
+        contention: seconds by which one second of communication slows down concurrent compute.
     """
 
     def __init__(self, costs_of: CostsOf, ranks: int, memory_limits: tuple[float, ...], contention: float) -> None:
         super().__init__()
-        # Schedules of one size share its costs, which may take an assignment to stages to find.
+        # Cached: schedules of one size share its costs, which may need an assignment to stages.
         self._costs_of = functools.cache(costs_of)
         self.ranks = ranks
         self.memory_limits = memory_limits
@@ -316,7 +316,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         self._refused: list[ScheduleCandidate] = []
 
     def add(self, name: str, microbatches: int, virtual: int) -> None:
-        """Add a candidate, or a line of the table where there is no such schedule."""
+        """Add a candidate, or a table row if there is no such schedule."""
         family = SCHEDULES.get(name, ScheduleFamily((1, None), halves=True))
         refusal = family.refusal(self.ranks, virtual, microbatches)
         costs = self._costs_of(microbatches, virtual) if refusal is None else None
@@ -326,7 +326,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             self._refused.append(ScheduleCandidate(name, microbatches, virtual, None, None, None, verdict))
             return
         least = bytes_for_one_microbatch if name == CUSTOM else least_bytes
-        # Custom ones are tried round and round, and in a V, which differ from two stages per rank on.
+        # Custom ones are tried round-robin and in a V; these differ from two stages per rank on.
         turns = {False, virtual > 1} if name == CUSTOM else {family.turns}
         for way in [placement(self.ranks, virtual, turn) for turn in sorted(turns)]:
             option = ScheduleOption(
@@ -343,7 +343,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
     def run(self) -> None:
         """Simulate the candidates that may be the best, torch's own schedules first."""
         ordered = self._ordered_options()
-        # They take longest: each simulates several orders, which list scheduling makes first.
+        # Custom schedules take longest: each simulates several orders, made by list scheduling first.
         customs = [option for option in ordered if option.name == CUSTOM]
         untried = set(customs[_CUSTOM_SIZES:])
 
@@ -359,14 +359,14 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         self.evaluate_each(ordered, drop_reason, self._evaluate)
 
     def _ordered_options(self) -> list[ScheduleOption]:
-        """Return the candidates in the order in which they are simulated: by lower bound, custom schedules last."""
+        """Return the candidates in the order of simulation: by lower bound, custom schedules last."""
         return sorted(
             self._options,
             key=lambda option: (option.name == CUSTOM, option.least_seconds, option.microbatches, option.virtual),
         )
 
     def _evaluate(self, option: ScheduleOption) -> None:
-        """Simulate a candidate, of a custom schedule several orders."""
+        """Simulate a candidate; for a custom schedule, several orders."""
         steps = [self._simulate(order, option) for order in self._schedules(option, self.memory_limits)]
         step = min(steps, key=lambda step: (self._share(step.peaks) > 1, step.seconds))
         option.simulation, option.seconds = step, step.seconds
@@ -376,7 +376,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
             self.best = option
 
     def _is_better(self, step: Simulation, gain: float) -> bool:
-        """Return True if a step is faster than the best by the share `gain`, or as fast and with less memory."""
+        """Return True if a step is faster than the best by the fraction `gain`, or as fast with less memory."""
         if self.best is None:
             return True
         assert self.best.simulation is not None, "the best candidate was simulated"
@@ -397,7 +397,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         return simulate(order, option.costs, self.contention)
 
     def table(self) -> tuple[ScheduleCandidate, ...]:
-        """Return all candidates with their verdicts: the fastest first, and those that were not simulated last."""
+        """Return all candidates with their verdicts: the fastest first, those that were not simulated last."""
         lines = [*self._refused, *map(self._line, self._ordered_options())]
         lines.sort(key=lambda line: (line.seconds is None, line.verdict.startswith(_REFUSED), line.seconds or 0.0))
         return tuple(lines)
@@ -421,7 +421,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         return ScheduleCandidate(*size, step.seconds, step.bubble, peak, verdict)
 
     def no_schedule_error(self) -> PipelineError | BudgetError:
-        """Return the error where nothing was chosen: no schedule of such sizes, or the needs of the leanest one."""
+        """Return the error if nothing was chosen: no schedule for such sizes, or the needs of the leanest one."""
         if not self._options:
             reasons = "; ".join(
                 f"{line.schedule} with {line.microbatches} microbatches and {line.virtual} stages per rank: "
@@ -433,15 +433,15 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
                 f'stages per rank, or for other schedules ("auto" is all of them).'
             )
         leanest: tuple[Schedule, Sequence[int]] | None = None
-        # By lower bound, until no further candidate can need less than the leanest.
+        # By lower bound, until no other candidate can need less than the leanest.
         for option in sorted(self._options, key=lambda option: self._share(option.least_bytes)):
             least = option.least_bytes
             if leanest is not None and self._share(least) >= self._share(leanest[1]):
                 break
-            # The first order is the fastest by its estimate; all stay within the memory that is given.
+            # The first order is estimated the fastest; all stay within the given memory.
             for order in islice(self._schedules(option, least), 1):
                 peaks = self._simulate(order, option).peaks
-                # A custom schedule is built within a limit that is sure to suffice: less is not known to be enough.
+                # A custom schedule is built within a limit known to suffice: less may not be enough.
                 needs = tuple(map(max, peaks, least if option.name == CUSTOM else peaks))
                 if leanest is None or self._share(needs) < self._share(leanest[1]):
                     leanest = order, needs
@@ -455,7 +455,7 @@ class ScheduleSearch(CandidateSearch[ScheduleOption]):
         )
 
     def _tightest(self, peaks: Sequence[int]) -> int:
-        """Return the rank that is nearest to its memory, or furthest above it."""
+        """Return the rank nearest to its memory limit, or furthest above it."""
         return max(range(self.ranks), key=lambda rank: peaks[rank] / self.memory_limits[rank])
 
     def _share(self, peaks: Sequence[int]) -> float:
@@ -474,7 +474,7 @@ def names_to_try(schedules: str | Sequence[str]) -> list[str]:
         schedules: "auto" for all, or one or several of `autoshard.options.SCHEDULES`, in any case.
 
     Raises:
-        PipelineError: there is no such schedule, or none is named.
+        PipelineError: there is no such schedule, or none is given.
     """
     known = {name.lower(): name for name in CHOICES if name != "auto"}
     names = [schedules] if isinstance(schedules, str) else list(schedules)
@@ -489,17 +489,17 @@ def names_to_try(schedules: str | Sequence[str]) -> list[str]:
 
 
 def microbatches_to_try(microbatches: str | int, batch: int, ranks: int) -> list[int]:
-    """Return numbers of microbatches.
+    """Return the numbers of microbatches to try.
 
     Args:
         microbatches: "auto" for all divisors of the batch up to sixteen per rank, or one number.
         batch: samples of one step.
-        ranks: of the pipeline.
+        ranks: the number of pipeline ranks.
 
     Raises:
         PipelineError: the number does not divide the batch.
     """
-    # All microbatches of a step have one graph, so that they are equally large.
+    # All microbatches of a step share one graph, so they have equal sizes.
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     if microbatches == "auto" and divisors:
         return [number for number in divisors if number <= _MICROBATCHES_PER_RANK * ranks]
@@ -514,10 +514,10 @@ def microbatches_to_try(microbatches: str | int, batch: int, ranks: int) -> list
 
 
 def virtual_to_try(virtual: str | int) -> tuple[int, ...]:
-    """Return numbers of stages per rank: "auto" for one to four, or one number.
+    """Return the numbers of stages per rank to try: "auto" for one to four, or one number.
 
     Raises:
-        PipelineError: the number is less than 1, or another text.
+        PipelineError: the number is less than 1, or it is another text.
     """
     if virtual == "auto":
         return _VIRTUAL
