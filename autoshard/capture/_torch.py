@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -543,8 +544,11 @@ def without_checkpoints(region: Callable[[bool], contextlib.AbstractContextManag
         region: makes the context, given True if a policy of the checkpoint decides what is saved (`context_fn`).
     """
 
+    signature = inspect.signature(checkpoint_parts)  # which options are passed by position depends on the release
+
     # A plan recomputes, so what a checkpoint adds (random states, saved-tensor hooks) is omitted.
-    def plain(_function: object, _preserve: object, context_fn: object, *_: object, **__: object) -> Iterator[None]:
+    def plain(*args: Any, **kwargs: Any) -> Iterator[None]:
+        context_fn = signature.bind(*args, **kwargs).arguments.get("context_fn", checkpoint.noop_context_fn)
         with region(context_fn is not checkpoint.noop_context_fn):
             yield
 
