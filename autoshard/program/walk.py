@@ -20,6 +20,7 @@ from autoshard.patterns.local import LocalCall, emit_program, unwrap
 from autoshard.patterns.padding import fill_operands, padded_factors, zero_padded_results
 from autoshard.patterns.rule import OpCall, Rule
 from autoshard.patterns.strategy import Choices, resolve_variant
+from autoshard.program._torch import FakeTensor
 from autoshard.program.aliasing import storage_root
 from autoshard.program.graph_emitter import GraphEmitter
 from autoshard.program.program_replay import COLLECTIVE_KINDS
@@ -313,9 +314,9 @@ class LocalPrograms:
     """
 
     def __init__(self, graph: JointGraph, mesh: MeshShape) -> None:
-        example = next(node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
+        values = (node.meta.get("val") for node in graph.graph.nodes)
         self.mesh = mesh
-        self.mode = example.fake_mode
+        self.mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         # Fake tensors of calls, which all recordings share.
         self.results: dict[Hashable, Any] = {}
         self._operators: dict[Hashable, Recording] = {}

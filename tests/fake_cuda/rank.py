@@ -106,7 +106,7 @@ def run_pipeline(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     ((serving,),) = pipeline._prepared_calls.values()
     stages = [stage.module for stage in serving.stages]
     told = _describe_step(pipeline, stages, outputs | {"loss": loss}, collectives)
-    return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.call_format.graph)]}
+    return told | {"fingerprints": [plan.fingerprint, forward_fingerprint(serving.call_format.step)]}
 
 
 def _describe_step(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard.cluster.cluster import Cluster, Link
@@ -253,3 +254,20 @@ def test_shards_of_different_sizes() -> None:
     boundaries = Boundaries(plans(Shard(0), Shard(0), parts), MESH)
     with pytest.raises(PlanError, match=r"does not part .* evenly: messages have one size"):
         boundaries.messages(parts[0])
+
+
+def test_a_stage_may_read_nothing() -> None:
+    class Zeros(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.zeros(3, 4) + self.linear(x)).sum()
+
+    graph = capture_microbatch(Zeros(), (torch.randn(3, 4),), {})
+    parts = cut(graph, {each.name: int(each.name != "zeros") for each in graph.operators}, 2)
+    asked = stage_target(quick_target(), fast_links())
+    planner = StagePlanner([StageTarget(asked, MeshShape.of({"x": 2}))], [{}], None)
+    first, _ = planner.plan(parts, [FREE] * 2)
+    assert not first.plan.placements
