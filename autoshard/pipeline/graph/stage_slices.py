@@ -376,8 +376,8 @@ class _Slice:
 
     def build(self) -> StageModule:
         cutter, stage = self.cutter, self.stage
-        again = cutter.again[stage]
-        running = [node for node in self.joint.graph.nodes if node in again or node in {*cutter.forward[stage]}]
+        own = {*cutter.again[stage], *cutter.forward[stage]}
+        running = [node for node in self.joint.graph.nodes if node in own]
         read = {source for node in (*running, *cutter.backward[stage]) for source in node.all_input_nodes}
         read.update(self._returned, (value for _, value in cutter.changes[stage]))
         read.update(node for output, _ in cutter.changes[stage] for node in [self._source(output.name)])
