@@ -32,6 +32,7 @@ from rich.table import Table
 from same_plans import CUBE, LINE, SQUARE, TOKENS, WORK
 from solver import ring
 
+from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.recomputation import recomputable
 from autoshard.options.options import collect_options
 from autoshard.options.target import Target
@@ -134,7 +135,7 @@ def planner_of(step: Step) -> Planner:
         )
         return planned[step.stage].planner
     call = ModulePlanner(module, mesh, target)
-    planner = call.capture((), inputs, grad=True).planner_of(call.target)
+    planner = call.capture(BoundCall.of(module, (), inputs, True)).planner_of(call.target)
     if step.again:
         return recomputing_planner(planner, [layer.name for layer in recomputable(planner.graph)])
     return planner
