@@ -135,3 +135,37 @@ def test_a_pipeline_is_resumed_anywhere(four: Workers, tmp_path: Path) -> None:
         assert_same(found, tensors)
         torch.testing.assert_close(next_loss, loss, rtol=1e-9, atol=0.0)
     assert second[0][0].keys() == third[0].keys() == in_groups[0].keys() == tensors.keys()
+
+
+class _PartlyRead(nn.Module):
+    """Holds a layer and a buffer that `forward` does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.spare = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("version", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def _state_of_partly_read() -> list[str]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    x = torch.randn(8, 4)
+    pipeline = autoshard.parallelize(
+        _PartlyRead(), mesh, (), {"x": x}, cluster=fast_links(), pipeline=autoshard.Pipeline(microbatches=2)
+    )
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    pipeline.train_step(x=x)
+    optimizer.step()
+    pipeline.eval()
+    pipeline.eval_step(x=x)
+    return list(pipeline.state_dict())
+
+
+def test_what_forward_does_not_read_is_in_the_state(two: Workers) -> None:
+    torch.manual_seed(0)
+    model = _PartlyRead()
+    held = [name for names in two.run(_state_of_partly_read) for name in names]
+    assert sorted(held) == sorted(model.state_dict())

@@ -427,7 +427,7 @@ class _Slice:
         for node, item in self.step.sources.items():
             if node in read and item.kind in ("parameter", "buffer"):
                 for name in self.joint.aliases.get(item.name, (item.name,)):
-                    _register(module, name, whole, item.kind)
+                    register_tensor(module, name, whole)
         return module, arguments
 
     def _add_inputs(self, read: Collection[fx.Node], arguments: Mapping[str, tuple[str, torch.Tensor]]) -> None:
@@ -655,14 +655,14 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
     return [leaf.stride() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _register(module: nn.Module, path: str, whole: nn.Module, kind: str) -> None:
+def register_tensor(module: nn.Module, path: str, whole: nn.Module) -> None:
     """Register a parameter or buffer of the whole module in another one, under one of its names there."""
     owner, name = owner_of(module, path)
-    if kind == "parameter":
-        owner.register_parameter(name, whole.get_parameter(path))
+    holder = whole.get_submodule(path.rpartition(".")[0])
+    if name in holder._parameters:
+        owner.register_parameter(name, holder._parameters[name])
     else:
-        persistent = is_persistent(whole.get_submodule(path.rpartition(".")[0]), name)
-        owner.register_buffer(name, whole.get_buffer(path), persistent)
+        owner.register_buffer(name, holder._buffers[name], is_persistent(holder, name))
 
 
 def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:

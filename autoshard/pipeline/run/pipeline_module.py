@@ -33,6 +33,7 @@ from autoshard.pipeline.run.stage_state import (
     Holders,
     TiedParameters,
     check_same_placements,
+    hold_unread_state,
     register_stage_state,
     relink_entries,
     tie,
@@ -422,6 +423,7 @@ def build_pipeline_module(
     prepared = call_cache.cut(bound)
     plan.check(MeshShape.of(device_mesh), forward_fingerprint(prepared.call_format.step))
     check_same_placements(prepared.stages, plan.stages)
+    hold_unread_state(prepared.stages, call.module)
     call_cache.parallelize(prepared)
     # After parallelizing, which gives each stage its own parameters.
     tie(call_cache.own_stages(prepared.stages))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PipelineError, PlanError
-from autoshard.pipeline.graph.stage_slices import StageModule, owner_of
+from autoshard.pipeline.graph.stage_slices import StageModule, owner_of, register_tensor
 from autoshard.plans.sharding_plan import ShardingPlan
 from autoshard.runtime.shards import local_of, set_tensor
 from autoshard.specs.spec import Spec
@@ -58,6 +58,18 @@ def register_stage_state(whole: nn.Module, stages: Sequence[nn.Module], order: S
         for name, buffer in stage.named_buffers(remove_duplicate=False):
             owner, key = _owner(whole, name)
             owner.register_buffer(key, buffer, key not in _holder(stage, name)._non_persistent_buffers_set)
+
+
+def hold_unread_state(stages: Sequence[StageModule], model: nn.Module) -> None:
+    """Register in the first stage the parameters and buffers of the model that no stage reads.
+
+    They are part of its state, as on one device: of checkpoints, and of what optimizers hold.
+    """
+    held = {tensor for stage in stages for tensor in (*stage.module.parameters(), *stage.module.buffers())}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if tensor not in held:
+            register_tensor(stages[0].module, name, model)
 
 
 def state_entries(stage: nn.Module, whole: nn.Module) -> list[StateEntry]:
