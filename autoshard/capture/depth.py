@@ -61,7 +61,7 @@ def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEA
         # The capture of the whole module raises errors about the module, with the right names.
         try:
             with without_garbage_collection():
-                graph = _Series(call, options, repetitions).capture()
+                graph = _LayerSeries(call, options, repetitions).capture()
         except Exception as error:
             logger.info("layers are captured one by one: %s: %s", type(error).__name__, error)
         if graph is not None:
@@ -69,7 +69,7 @@ def capture_repeated(call: BoundCall, options: CaptureOptions, least: int = _LEA
     return capture_call(call, options)
 
 
-class _Series:
+class _LayerSeries:
     """The captures of a module with a few of its layers.
 
     call: the call of the module.

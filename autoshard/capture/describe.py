@@ -197,7 +197,7 @@ def describe(
     )
 
 
-def simplified(joint: JointGraph, mp_policy: MixedPrecisionPolicy | None = None) -> JointGraph:
+def simplify_step(joint: JointGraph, mp_policy: MixedPrecisionPolicy | None = None) -> JointGraph:
     """Return a described step without identities, common subexpressions and dead code.
 
     Args:

@@ -29,7 +29,7 @@ from autoshard.capture.canonical_order import canonicalize_order
 from autoshard.capture.capture_device import DEVICE
 from autoshard.capture.capture_errors import ModelError, capture_error, known_error
 from autoshard.capture.changed_parameters import assign_changed_parameters
-from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe, simplified
+from autoshard.capture.describe import check_collectives, check_shapes, check_sizes, describe, simplify_step
 from autoshard.capture.dynamic import Dynamic
 from autoshard.capture.export import Exported, export_forward
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput, fingerprint
@@ -121,13 +121,13 @@ def capture_call(call: BoundCall, options: CaptureOptions) -> JointGraph:
         InputError: an argument is of a type that cannot be part of a signature.
     """
     begin, tangents = options.progress, options.tangents
-    with _exported(call, options) as (signature, exported):
+    with _export_once(call, options) as (signature, exported):
         if isinstance(tangents, tuple):
             exported = with_taps(exported, tangents)
         begin(f"trace of forward and backward, {len(exported.graph.nodes)} nodes in forward")
         traced, histories = _trace_losses(exported, call.grad, everything=tangents != "loss")
     begin(f"simplification of {len(traced.graph.nodes)} nodes")
-    joint = simplified(describe(traced, exported, signature, defaults_of(call.module)), options.mp_policy)
+    joint = simplify_step(describe(traced, exported, signature, defaults_of(call.module)), options.mp_policy)
     return replace(
         joint,
         histories=histories,
@@ -149,7 +149,7 @@ def capture_marked(call: BoundCall, options: CaptureOptions, prepare: Callable[[
         CaptureError, InputError: as for `capture`.
     """
     marks = StepMarks()
-    with _exported(call, options, changes_parameters=False) as (signature, exported):
+    with _export_once(call, options, changes_parameters=False) as (signature, exported):
         prepare(exported)
         traced, histories = _trace_losses(exported, call.grad, marks=marks)
     joint = describe(traced, exported, signature, defaults_of(call.module))
@@ -162,12 +162,12 @@ def export_call(call: BoundCall) -> Exported:
     Raises:
         CaptureError, InputError: as for `capture`.
     """
-    with _exported(call, CaptureOptions()) as (_, exported):
+    with _export_once(call, CaptureOptions()) as (_, exported):
         return exported
 
 
 @contextlib.contextmanager
-def _exported(
+def _export_once(
     call: BoundCall, options: CaptureOptions, *, changes_parameters: bool = True
 ) -> Iterator[tuple[Hashable, Exported]]:
     """Context in which the forward graph of a call is traced, with the signature of the call and that graph."""

@@ -38,7 +38,7 @@ class OperatorCall(NamedTuple):
     advice: str
 
 
-class OperatorPrices:
+class OperatorSurvey:
     """Lists the operators of captured steps, priced for one device of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:

@@ -107,31 +107,13 @@ class Chain:
             assert handed.keys() == wanted
 
 
-class ModuleChain:
-    """One microbatch on its way through the modules of stages that are parallelised, each with an autograd graph.
-
-    Args:
-        whole: what was cut.
-        stages: the stages.
-        args, kwargs: a call of the whole module.
-    """
-
-    def __init__(
-        self,
-        whole: MicrobatchStep,
-        stages: Sequence[StageModule],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.whole, self.stages = whole, stages
-        names = [leaf for leaf in whole.joint.call.leaves if isinstance(leaf, str)]
-        self.inputs = dict(zip(names, whole.joint.call.flatten(args, kwargs or {}), strict=True))
-        self.received: list[list[torch.Tensor]] = []
-        self.returned: list[tuple[torch.Tensor, ...]] = []
+class ModuleChain(Chain):
+    """A chain of stages that are parallelised: their modules run, each with an autograd graph."""
 
     def forward(self) -> Any:
         """What the module returns."""
         handed: tuple[torch.Tensor, ...] = ()
+        self.received: list[list[torch.Tensor]] = []
         for stage in self.stages:
             received = []
             for value, tensor in zip(stage.received, handed, strict=True):

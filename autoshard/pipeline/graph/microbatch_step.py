@@ -36,7 +36,7 @@ _PLACE = ("nn_module_stack", "custom")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operator:
+class ForwardOperator:
     """An operator of the forward graph.
 
     Attributes:
@@ -73,7 +73,7 @@ class MicrobatchStep:
 
     module: nn.Module
     marked: MarkedStep
-    operators: tuple[Operator, ...]
+    operators: tuple[ForwardOperator, ...]
     owners: Mapping[fx.Node, frozenset[int]]
     sums: frozenset[fx.Node]
     together: tuple[tuple[str, ...], ...]
@@ -180,7 +180,7 @@ def capture_microbatch(
 
     call = BoundCall.of(module, args, kwargs, grad)
     marked = capture_marked(call, CaptureOptions(dynamic=dynamic, mp_policy=mp_policy), prepare)
-    return replace(_Reader(module, marked).read(), mp_policy=mp_policy, forward_fingerprint=fingerprints[-1])
+    return replace(_OperatorFinder(module, marked).read(), mp_policy=mp_policy, forward_fingerprint=fingerprints[-1])
 
 
 def _refuse_kept(exported: Exported) -> None:
@@ -236,7 +236,7 @@ def is_cast(node: fx.Node) -> bool:
     return node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
 
 
-class _Reader:
+class _OperatorFinder:
     """One pass over a marked step that finds the operators of its nodes."""
 
     def __init__(self, module: nn.Module, marked: MarkedStep) -> None:
@@ -278,7 +278,7 @@ class _Reader:
                 derivatives[place].append(node)
         groups = self._groups(len(names), forward)
         operators = tuple(
-            Operator(name, tuple(nodes[place]), tuple(derivatives[place])) for place, name in enumerate(names)
+            ForwardOperator(name, tuple(nodes[place]), tuple(derivatives[place])) for place, name in enumerate(names)
         )
         return MicrobatchStep(
             module=self.module,

@@ -12,7 +12,7 @@ from autoshard.capture.recomputation import group_by_list_element
 from autoshard.capture.step_marks import tensor_name
 from autoshard.cluster.cost import CostModel
 from autoshard.memory.optimizer import OptimizerMemory, optimizer_memory
-from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, Operator
+from autoshard.pipeline.graph.microbatch_step import ForwardOperator, MicrobatchStep
 from autoshard.pipeline.graph.stage_graph import StageGraph, StageNode, StageValue
 from autoshard.program.aliasing import storage_root
 from autoshard.program.program_replay import bytes_of, kernel_seconds
@@ -32,10 +32,10 @@ def read_stage_graph(step: MicrobatchStep, cost: CostModel, *, optimizer: Optimi
         gradients with the operator that made the value. A saved tensor counts once, where it was made, however many
         operators read it or views of it.
     """
-    return _Reader(step, cost, optimizer or optimizer_memory(None, None, foreach=False)).read()
+    return _CostReader(step, cost, optimizer or optimizer_memory(None, None, foreach=False)).read()
 
 
-class _Reader:
+class _CostReader:
     """One pass over a step."""
 
     def __init__(self, step: MicrobatchStep, cost: CostModel, optimizer: OptimizerMemory) -> None:
@@ -61,7 +61,7 @@ class _Reader:
                     forward_seconds=self._seconds(each.nodes),
                     backward_seconds=self._seconds(each.backward) + additions.get(place, 0.0),
                     saved_bytes=saved.get(place, 0),
-                    at_rest=tuple(dict.fromkeys(self._held(each))),
+                    at_rest=tuple(dict.fromkeys(self._held_names(each))),
                     members=(each.name,),
                     layer=layers.get(place, ""),
                 )
@@ -81,7 +81,7 @@ class _Reader:
         for user in node.users:
             yield from self.step.owners.get(user, ())
 
-    def _held(self, operator: Operator) -> Iterator[str]:
+    def _held_names(self, operator: ForwardOperator) -> Iterator[str]:
         for node in (*operator.nodes, *operator.backward):
             yield from (self.names[source] for source in node.all_input_nodes if source in self.names)
 

@@ -1,11 +1,7 @@
-"""`cut`: the steps of the stages of a pipeline, as slices of the step of the whole module.
-
-Checks of the arguments of a cut come first, then the values that cross its boundaries, and the slices.
-"""
+"""`cut`: the steps of the stages of a pipeline, as slices of the step of the whole module."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
@@ -18,72 +14,16 @@ from torch import fx, nn
 from autoshard.capture._torch import FakeTensor, is_persistent, pytree
 from autoshard.capture.bound_call import BoundCall
 from autoshard.capture.call_layout import ResultLayout, call_layout, result_names
-from autoshard.capture.describe import simplified
+from autoshard.capture.describe import simplify_step
 from autoshard.capture.joint_graph import JointGraph, JointInput, JointOutput
 from autoshard.capture.output_history import OutputHistories
 from autoshard.capture.step_marks import tensor_name, value_number
-from autoshard.errors import PlanError
-from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, addends, value_of
+from autoshard.errors import PipelineError
+from autoshard.pipeline.graph.microbatch_step import MicrobatchStep, addends
+from autoshard.pipeline.graph.stage_cut import Recompute, StageCut, stages_of
 from autoshard.size import DynamicSize, plain
 
 aten = torch.ops.aten
-
-Recompute = Mapping[str, Collection[int]]
-
-
-def stages_of(step: MicrobatchStep, stage_of: Mapping[str, int], stages: int, recompute: Recompute) -> tuple[int, ...]:
-    """Return the stage of every operator, in order.
-
-    Raises:
-        PlanError: as for `cut`.
-    """
-    operators = step.operators
-    if stages < 1 or stages > len(operators):
-        raise PlanError(
-            f"stages={stages}: {type(step.module).__name__} has {len(operators)} operators, and every stage but "
-            "those that hand on what they receive needs one. Ask for fewer stages."
-        )
-    _check_names(step, stage_of, stages, recompute)
-    placed = tuple(stage_of[each.name] for each in operators)
-    for place, each in enumerate(operators):
-        for source in (source for node in each.nodes for source in node.all_input_nodes):
-            owner = step.owner(source)
-            if owner is not None and placed[owner] > placed[place]:
-                raise PlanError(
-                    f"{each.name} is on stage {placed[place]} and takes the result of {operators[owner].name} on stage "
-                    f"{placed[owner]}: values go forward only. Put {each.name} on stage {placed[owner]} or later."
-                )
-    for group in step.together:
-        placements = {stage_of[name]: name for name in reversed(group)}
-        if len(placements) > 1:
-            listed = ", ".join(f"{name} on stage {stage}" for stage, name in sorted(placements.items()))
-            raise PlanError(
-                f"{listed}: they read or change the same tensor, which is changed in place, and so must be on one "
-                f"stage, with all of {', '.join(group[:8])}{', ...' if len(group) > 8 else ''}. Put them together, or "
-                "use operators that do not work in place (ReLU without inplace=True)."
-            )
-    return placed
-
-
-def _check_names(step: MicrobatchStep, stage_of: Mapping[str, int], stages: int, recompute: Recompute) -> None:
-    names = [each.name for each in step.operators]
-    missing = [name for name in names if name not in stage_of]
-    if missing:
-        raise PlanError(
-            f"{len(missing)} of {len(names)} operators have no stage, such as {missing[0]}: stage_of needs one for "
-            "every operator of the step."
-        )
-    for argument, mentioned, known in (("stage_of", stage_of, {*names}), ("recompute", recompute, step.tensors)):
-        unknown = [name for name in mentioned if name not in known]
-        if unknown:
-            raise PlanError(
-                f"{argument} names {unknown[0]}, which is no operator of {type(step.module).__name__}: was it made for "
-                "another graph?"
-            )
-    outside = [name for name, stage in stage_of.items() if stage not in range(stages)]
-    if outside:
-        name = outside[0]
-        raise PlanError(f"{name} is on stage {stage_of[name]}: with stages={stages} there are 0 to {stages - 1}.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,8 +121,8 @@ def cut(
 
     Source: Rhino 5.1, for the stage of every operator.
     """
-    cutter = _Cutter(step, stages_of(step, stage_of, stages, recompute or {}), stages, recompute or {}, grad)
-    parts = [cutter.slice(stage) for stage in range(stages)]
+    where = StageCut(step, stages_of(step, stage_of, stages, recompute or {}), stages, recompute or {}, grad)
+    parts = [_slice(where, stage) for stage in range(stages)]
     holders: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
         for name, _ in part.module.named_parameters():
@@ -197,170 +137,30 @@ def cut(
     ]
 
 
-class _Cutter:
-    """One cut of a step.
-
-    Args:
-        step: the step.
-        placed: the stage of every operator.
-        stages, recompute, grad: as for `cut`.
-    """
-
-    def __init__(
-        self, step: MicrobatchStep, placed: Sequence[int], stages: int, recompute: Recompute, grad: bool
-    ) -> None:
-        self.step = step
-        self.joint = step.joint
-        self.placed = placed
-        self.grad = grad
-        self.last = stages - 1
-        self.forward: list[list[fx.Node]] = [[] for _ in range(stages)]
-        self.backward: list[list[fx.Node]] = [[] for _ in range(stages)]
-        for node in self.joint.graph.nodes:
-            is_backward = self.joint.phase(node) == "backward"
-            if is_backward and not grad:
-                continue
-            halves = self.backward if is_backward else self.forward
-            for stage in {placed[owner] for owner in step.owners.get(node, ())}:
-                halves[stage].append(node)
-        self.changes: list[list[tuple[JointOutput, fx.Node]]] = [[] for _ in range(stages)]
-        for output in self.joint.outputs:
-            if output.kind == "mutation" and output.node is not None:
-                value = value_of(output.node)
-                self.changes[self._stage_of_change(output, value)].append((output, value))
-        self.across = [*self._values_across(recompute), ()]
-        self.again = [self._recomputed(stage) for stage in range(stages)]
-        self.differentiated = self._differentiated()
-
-    def _stage(self, node: fx.Node) -> int | None:
-        owner = self.step.owner(node)
-        return None if owner is None else self.placed[owner]
-
-    def _stage_of_change(self, output: JointOutput, value: fx.Node) -> int:
-        (changed,) = (node for node, item in self.step.sources.items() if item.name == output.name)
-        stages = [stage for node in (value, *changed.users) if (stage := self._stage(node)) is not None]
-        return stages[0] if stages else 0
-
-    def _values_across(self, recompute: Recompute) -> list[tuple[fx.Node, ...]]:
-        """Return the values that every stage receives from the one before, in the order of the graph.
-
-        Raises:
-            PlanError: nothing goes from a stage to the next.
-        """
-        has = [
-            {source for node in (*forward, *backward) for source in node.all_input_nodes}
-            for forward, backward in zip(self.forward, self.backward, strict=True)
-        ]
-        has[-1].update(self.step.outputs)
-        received: list[tuple[fx.Node, ...]] = [()] * len(has)
-        values = [(node, stage) for stage, nodes in enumerate(self.forward) for node in nodes]
-        order = {node: place for place, node in enumerate(self.joint.graph.nodes)}
-        values.sort(key=lambda item: order[item[0]])
-        # From the last stage backwards: a stage has what it reads and what the next one receives, and receives what it
-        # has and does not make.
-        for stage in range(self.last, 0, -1):
-            received[stage] = tuple(
-                node
-                for node, place in values
-                if node in has[stage] and place < stage and stage not in recompute.get(tensor_name(node), ())
-            )
-            has[stage - 1].update(received[stage])
-        counts = Counter(self.placed)
-        for stage, nodes in enumerate(received[1:], 1):
-            if not nodes:
-                raise PlanError(
-                    f"nothing goes from stage {stage - 1} ({counts[stage - 1]} operators) to stage {stage} "
-                    f"({counts[stage]} operators), so they are no pipeline. Put some of the operators that lead to the "
-                    f"model's outputs on stage {stage - 1} or before."
-                )
-        return received
-
-    def _recomputed(self, stage: int) -> set[fx.Node]:
-        """Return the nodes of earlier stages that a stage runs anew, for values that it needs and does not receive.
-
-        Raises:
-            PlanError: one of them must not be run again.
-        """
-        given = {*self.across[stage], *self.forward[stage]}
-        needed = [source for node in (*self.forward[stage], *self.backward[stage]) for source in node.all_input_nodes]
-        needed += self._returned(stage)
-        # For every node that runs anew, a value that needs it.
-        wanted_for = {node: node for node in needed if self._is_made(node) and node not in given}
-        waiting = list(wanted_for)
-        # The list grows while it is walked.
-        for node in waiting:
-            self._check_recomputable(node, wanted_for[node], stage)
-            for source in node.all_input_nodes:
-                if self._is_made(source) and source not in given and source not in wanted_for:
-                    wanted_for[source] = wanted_for[node]
-                    waiting.append(source)
-        return set(waiting)
-
-    def _is_made(self, node: fx.Node) -> bool:
-        return self.step.owner(node) is not None and self.joint.phase(node) == "forward"
-
-    def _check_recomputable(self, node: fx.Node, wanted: fx.Node, stage: int) -> None:
-        """Refuse to run `node` anew for `wanted` if its result there would differ, or be unavailable."""
-        owner = self.step.owner(node)
-        assert owner is not None
-        name = self.step.operators[owner].name
-        fault = None
-        if name in self.step.random:
-            fault = "may draw random numbers, which would be others"
-        elif name in self.step.changing:
-            fault = "is changed in place, or made of what is"
-        else:
-            for source in node.all_input_nodes:
-                if source in self.step.sources and self.step.sources[source].kind == "parameter":
-                    fault = (
-                        f"depends on parameter {self.step.sources[source].name}, which that stage would have to hold"
-                    )
-        if fault:
-            wanted_name = tensor_name(wanted)
-            of = "" if node is wanted else f" is made from {tensor_name(node)}, which"
-            raise PlanError(
-                f"recompute says that stage {stage} computes {wanted_name} anew, but it{of} {fault}. Leave {stage} out "
-                f"of recompute[{wanted_name!r}]: the value is handed on then."
-            )
-
-    def _returned(self, stage: int) -> tuple[fx.Node, ...]:
-        return self.step.outputs if stage == self.last else self.across[stage + 1]
-
-    def _differentiated(self) -> list[frozenset[fx.Node]]:
-        """Return the values whose gradients every stage has a part of."""
-        found: list[set[fx.Node]] = [set() for _ in range(self.last + 1)]
-        for value, marks in self.step.gradients.items() if self.grad else ():
-            for mark in marks:
-                for _, contributor in self.step.contributions[mark]:
-                    found[self.last if contributor is None else self.placed[contributor]].add(value)
-        for stage in range(self.last - 1, -1, -1):
-            found[stage].update(value for value in self.across[stage + 1] if value in found[stage + 1])
-        return [frozenset(values) for values in found]
-
-    def slice(self, stage: int) -> StageModule:
-        """Return a stage, with index 0 and without shared parameters; one object for equal stages of all cuts."""
-        key = (
-            self.grad,
-            frozenset(self.forward[stage]),
-            frozenset(self.again[stage]),
-            tuple((node, node in self.differentiated[stage]) for node in self.across[stage]),
-            tuple((node, node in self.differentiated[stage + 1]) for node in self.across[stage + 1])
-            if stage < self.last
-            else None,
-        )
-        if key not in self.step.slices:
-            self.step.slices[key] = _Slice(self, stage).build()
-        part: StageModule = self.step.slices[key]
-        return part
+def _slice(where: StageCut, stage: int) -> StageModule:
+    """Return a stage, with index 0 and without shared parameters; one object for equal stages of all cuts."""
+    key = (
+        where.grad,
+        frozenset(where.forward[stage]),
+        frozenset(where.again[stage]),
+        tuple((node, node in where.differentiated[stage]) for node in where.across[stage]),
+        tuple((node, node in where.differentiated[stage + 1]) for node in where.across[stage + 1])
+        if stage < where.last
+        else None,
+    )
+    if key not in where.step.slices:
+        where.step.slices[key] = _Slice(where, stage).build()
+    part: StageModule = where.step.slices[key]
+    return part
 
 
 class _Slice:
     """The graph of one stage, while it is built."""
 
-    def __init__(self, cutter: _Cutter, stage: int) -> None:
-        self.cutter = cutter
-        self.step = cutter.step
-        self.joint = cutter.joint
+    def __init__(self, where: StageCut, stage: int) -> None:
+        self.where = where
+        self.step = where.step
+        self.joint = where.joint
         self.stage = stage
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -368,21 +168,21 @@ class _Slice:
         self.outputs: list[JointOutput] = []
         # Nodes whose tensors have another layout than in the step.
         self.relaid: set[fx.Node] = set()
-        self.received = cutter.across[stage]
-        self.passed = cutter.across[stage + 1] if stage < cutter.last else ()
-        self.differentiated = cutter.differentiated[stage]
-        self.behind = cutter.differentiated[stage + 1] if stage < cutter.last else frozenset[fx.Node]()
+        self.received = where.across[stage]
+        self.passed = where.across[stage + 1] if stage < where.last else ()
+        self.differentiated = where.differentiated[stage]
+        self.behind = where.differentiated[stage + 1] if stage < where.last else frozenset[fx.Node]()
         self.tangents: dict[fx.Node, fx.Node] = {}
 
     def build(self) -> StageModule:
-        cutter, stage = self.cutter, self.stage
-        own = {*cutter.again[stage], *cutter.forward[stage]}
+        where, stage = self.where, self.stage
+        own = {*where.again[stage], *where.forward[stage]}
         running = [node for node in self.joint.graph.nodes if node in own]
-        read = {source for node in (*running, *cutter.backward[stage]) for source in node.all_input_nodes}
-        read.update(self._returned, (value for _, value in cutter.changes[stage]))
-        read.update(node for output, _ in cutter.changes[stage] for node in [self._source(output.name)])
+        read = {source for node in (*running, *where.backward[stage]) for source in node.all_input_nodes}
+        read.update(self._results, (value for _, value in where.changes[stage]))
+        read.update(node for output, _ in where.changes[stage] for node in [self._source(output.name)])
         module, arguments = self._module(read)
-        names = result_names(pytree.tree_flatten(tuple(self._returned))[1])
+        names = result_names(pytree.tree_flatten(tuple(self._results))[1])
         self._add_inputs(read, arguments)
         self._add_tangents(names)
         for node in running:
@@ -393,19 +193,19 @@ class _Slice:
         self.graph.output(tuple(output.node for output in self.outputs))
         received = tuple(_boundary_tensor(node, node in self.differentiated) for node in self.received)
         passed = tuple(_boundary_tensor(node, node in self.behind) for node in self.passed)
-        differentiable = self.joint.histories.differentiable if cutter.grad else frozenset[str]()
+        differentiable = self.joint.histories.differentiable if where.grad else frozenset[str]()
         ends = zip(self.joint.result.names, self.step.outputs, strict=True)
         returned = (
             tuple(value.like for value in passed)
-            if stage < cutter.last
+            if stage < where.last
             else tuple(_meta_tensor(node.meta["val"], name in differentiable) for name, node in ends)
         )
         part = StageModule(0, module, received, arguments, passed, returned, {}, self.joint)
-        return replace(part, step=simplified(self._joint_graph(part, names), self.step.mp_policy))
+        return replace(part, step=simplify_step(self._joint_graph(part, names), self.step.mp_policy))
 
     @property
-    def _returned(self) -> tuple[fx.Node, ...]:
-        return self.cutter._returned(self.stage)
+    def _results(self) -> tuple[fx.Node, ...]:
+        return self.where.results(self.stage)
 
     def _source(self, name: str) -> fx.Node:
         return next(node for node, item in self.step.sources.items() if item.name == name and item.kind != "tangent")
@@ -469,10 +269,10 @@ class _Slice:
 
     def _add_tangents(self, names: Sequence[str]) -> None:
         """Add the gradients that come from the stage behind, or those of the outputs."""
-        if self.stage == self.cutter.last:
+        if self.stage == self.where.last:
             own = dict(zip(self.joint.result.names, names, strict=True))
             for item in self.joint.inputs:
-                if item.kind == "tangent" and self.cutter.grad:
+                if item.kind == "tangent" and self.where.grad:
                     self.copies[item.node] = copy = self._placeholder(item.node)
                     copy.meta = self._meta(item.node, "is_backward")
                     self.inputs.append(JointInput("tangent", own[item.name], copy))
@@ -491,8 +291,8 @@ class _Slice:
         gradients: dict[fx.Node, fx.Node] = {}
         values = self.step.marked.values
         taken: set[fx.Node] = set()
-        running = {*self.cutter.backward[self.stage]}
-        for node in self.joint.graph.nodes if self.cutter.grad else ():
+        running = {*self.where.backward[self.stage]}
+        for node in self.joint.graph.nodes if self.where.grad else ():
             if node in running:
                 self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
             elif node in self.step.contributions:
@@ -516,7 +316,7 @@ class _Slice:
         if node not in self.step.sums:
             contributors = dict(self.step.contributions[mark])
             contributor = contributors[node]
-            stage = self.cutter.last if contributor is None else self.cutter.placed[contributor]
+            stage = self.where.last if contributor is None else self.where.placed[contributor]
             return self.copies[node] if stage == self.stage else None
         first, second = (self._sum(operand, mark) for operand in addends(node))
         if first is None or second is None:
@@ -538,9 +338,9 @@ class _Slice:
 
     def _add_outputs(self, names: Sequence[str], gradients: Mapping[fx.Node, fx.Node]) -> None:
         differentiated = {item.name for item in self.inputs if item.kind == "tangent"}
-        for node, name in zip(self._returned, names, strict=True):
+        for node, name in zip(self._results, names, strict=True):
             copy = self.copies[node]
-            if self.stage < self.cutter.last and not copy.meta["val"].is_contiguous():
+            if self.stage < self.where.last and not copy.meta["val"].is_contiguous():
                 tail = self.graph.call_function(aten.clone.default, (copy,), {"memory_format": torch.contiguous_format})
                 tail.meta = self._meta(copy, "is_forward")
                 self._lay_contiguously(tail)
@@ -553,10 +353,10 @@ class _Slice:
             self.outputs.append(JointOutput("output", name, copy, name if name in differentiated else None))
         # Inputs of the model have the names of the stage's arguments.
         names_of = {item.node: item.name for item in self.inputs}
-        for output, value in self.cutter.changes[self.stage]:
+        for output, value in self.where.changes[self.stage]:
             name = names_of[self.copies[self._source(output.name)]]
             self.outputs.append(replace(output, name=name, node=self.copies[value]))
-        wanted = {output.name for output in self.joint.outputs if output.kind == "gradient" and self.cutter.grad}
+        wanted = {output.name for output in self.joint.outputs if output.kind == "gradient" and self.where.grad}
         for node, item in self.step.sources.items():
             if item.name in wanted and item.kind != "tangent" and node in self.copies:
                 self.outputs.append(JointOutput("gradient", names_of[self.copies[node]], gradients.get(node)))
@@ -591,7 +391,7 @@ class _Slice:
         args, kwargs = part.example
         wanted = any(output.kind == "gradient" for output in self.outputs)
         bound = BoundCall.of(part.module, args, kwargs, wanted)
-        results = pytree.tree_flatten(tuple(self._returned))[1]
+        results = pytree.tree_flatten(tuple(self._results))[1]
         held = {item.name for item in self.inputs if item.kind in ("parameter", "buffer")}
         differentiable = [name for name, like in zip(names, part.returned, strict=True) if like.requires_grad]
         joint = JointGraph(
@@ -615,7 +415,7 @@ def _holder(name: str, arguments: Sequence[str]) -> nn.Module:
     """Return an empty module, whose `forward` has arguments of these names."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("a stage runs as a program of its step")
+        raise PipelineError("a stage is run by its program, and none has been made of this one.")
 
     parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", *arguments)]
     vars(forward)["__signature__"] = Signature(parameters)

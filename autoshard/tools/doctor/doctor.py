@@ -24,7 +24,7 @@ from autoshard.capture.python.returned_objects import leaves_by_path
 from autoshard.capture.survey import CallArguments, survey
 from autoshard.errors import is_own_warning
 from autoshard.names import group_names
-from autoshard.planner.operator_calls import OperatorPrices
+from autoshard.planner.operator_calls import OperatorSurvey
 from autoshard.report import HasReport, Note, Part, Report, Section, Table, names, numbers, texts
 from autoshard.runtime.arguments import check_examples, check_module
 from autoshard.units import format_seconds
@@ -235,7 +235,7 @@ def doctor(
     """
     check_module(module)
     args, kwargs = check_examples(example_args, example_kwargs)
-    examination = _Examination(OperatorPrices(Cluster.of(cluster)))
+    examination = _Examination(OperatorSurvey(Cluster.of(cluster)))
     examination.run(module, (args, kwargs))
     return examination.report(type(module).__name__)
 
@@ -253,7 +253,7 @@ class _OperatorCalls:
 class _Examination:
     """The findings about one module, collected."""
 
-    def __init__(self, prices: OperatorPrices) -> None:
+    def __init__(self, prices: OperatorSurvey) -> None:
         self.prices = prices
         self.problems: dict[CaptureProblem, None] = {}
         self.notes: dict[str, None] = {}
